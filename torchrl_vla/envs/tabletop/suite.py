@@ -1,0 +1,251 @@
+"""The embedded language-conditioned tabletop suite: N MuJoCo simulators in one process."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import numpy as np
+
+from torchrl_vla.envs.gl import OffscreenRenderer, import_mujoco
+from torchrl_vla.envs.simulator import SimulationError, StepOutcome, SuiteMeta
+from torchrl_vla.envs.tabletop import scene
+from torchrl_vla.envs.tabletop.expert import MAX_DELTA, ExpertView, expert_action
+from torchrl_vla.envs.tabletop.tasks import INSTRUCTIONS, TASKS, evaluate, initial_state
+
+mujoco = import_mujoco()
+
+MAX_STEPS = 48
+"""Control steps after which the environment truncates an episode."""
+_N = scene.N_GRIPPER_QPOS
+_BAD = [
+    int(w)
+    for w in (
+        mujoco.mjtWarning.mjWARN_BADQPOS,
+        mujoco.mjtWarning.mjWARN_BADQVEL,
+        mujoco.mjtWarning.mjWARN_BADQACC,
+        mujoco.mjtWarning.mjWARN_BADCTRL,
+    )
+]
+
+
+def suite_meta(image_size: int = 64, second_camera: bool = False) -> SuiteMeta:
+    """Describe the suite without building it."""
+    return SuiteMeta(
+        name="tabletop",
+        instructions=INSTRUCTIONS,
+        task_names=tuple(task.kind for task in TASKS),
+        cameras=scene.CAMERA_NAMES if second_camera else scene.CAMERA_NAMES[:1],
+        image_size=image_size,
+        state_names=("ee_x [m]", "ee_y [m]", "ee_z [m]", "finger_left [m]", "finger_right [m]"),
+        action_names=(
+            "dx of the target, 1 = 2 cm to the right",
+            "dy of the target, 1 = 2 cm away from the camera",
+            "dz of the target, 1 = 2 cm up",
+            "gripper opening, -1 closed, 1 open",
+        ),
+        max_steps=MAX_STEPS,
+        control_hz=scene.CONTROL_HZ,
+    )
+
+
+class Tabletop:
+    """N tabletop simulators that share one model and one renderer (see ``Simulators``).
+
+    The renderer is built by the first call that renders, in the process that makes it; physics
+    alone needs no OpenGL. Pickling keeps the configuration only: a copy starts without episodes.
+
+    Args:
+        num_envs: Number of simulators, >= 1.
+        image_size: Image height and width [px], one of 64, 96, 128, 224.
+        second_camera: Add a camera on the gripper, looking down.
+        render_quality: ``"fast"`` for observations, ``"high"`` adds shadows and anti-aliasing
+            (about 80 times slower on a CPU).
+
+    Raises:
+        ValueError: an argument outside its limits.
+    """
+
+    def __init__(
+        self,
+        num_envs: int,
+        image_size: int = 64,
+        second_camera: bool = False,
+        render_quality: Literal["fast", "high"] = "fast",
+    ) -> None:
+        if num_envs < 1:
+            raise ValueError(f"num_envs is {num_envs}, must be >= 1: ask for at least one")
+        if image_size not in scene.IMAGE_SIZES:
+            raise ValueError(
+                f"image_size is {image_size}, must be one of {scene.IMAGE_SIZES}: choose one"
+            )
+        if render_quality not in ("fast", "high"):
+            raise ValueError(
+                f"render_quality is {render_quality!r}, must be 'fast' or 'high': choose one"
+            )
+        self.meta = suite_meta(image_size, second_camera)
+        self.named_block = tuple(task.colour for task in TASKS)
+        """Block that each task id names (privileged labels of ``algo=ground``)."""
+        self.num_envs = num_envs
+        self._config = (num_envs, image_size, second_camera, render_quality)
+        self._high_quality = render_quality == "high"
+        self._model = mujoco.MjModel.from_xml_string(scene.build_mjcf(second_camera))
+        self._data = [mujoco.MjData(self._model) for _ in range(num_envs)]
+        self._qpos = [data.qpos for data in self._data]
+        self._ctrl = [data.ctrl for data in self._data]
+        self._blocks = [q[_N:].reshape(3, 7)[:, :3] for q in self._qpos]
+        self._start = np.zeros((num_envs, 3, 3))
+        self._task_ids = [-1] * num_envs
+        self._renderer: OffscreenRenderer | None = None
+        self._film: tuple[int, OffscreenRenderer] | None = None
+
+    def __reduce__(self) -> tuple[type[Tabletop], tuple[int, int, bool, str]]:
+        """Pickle the configuration, never the simulators or the renderer."""
+        return type(self), self._config
+
+    def reset(self, index: int, init_state_id: int) -> None:
+        """Start the episode that ``init_state_id`` names in simulator ``index``.
+
+        Raises:
+            ValueError: a negative ``init_state_id``.
+        """
+        initial = initial_state(init_state_id)
+        data, qpos = self._data[index], self._qpos[index]
+        mujoco.mj_resetData(self._model, data)
+        qpos[:3] = self._ctrl[index][:3] = scene.HOME
+        qpos[3:_N] = self._ctrl[index][3:] = 0.5 * scene.FINGER_OPEN
+        blocks = qpos[_N:].reshape(3, 7)
+        blocks[:, :3] = initial.positions
+        blocks[:, 3] = np.cos(0.5 * initial.yaw)
+        blocks[:, 4:6] = 0.0
+        blocks[:, 6] = np.sin(0.5 * initial.yaw)
+        mujoco.mj_forward(self._model, data)
+        data.qacc_warmstart[:] = 0.0
+        self._start[index] = initial.positions
+        self._task_ids[index] = initial.task_id
+
+    def task_id(self, index: int) -> int:
+        """Index into ``meta.instructions`` of the running episode, 0..11.
+
+        Raises:
+            RuntimeError: the simulator was never reset.
+        """
+        task_id = self._task_ids[index]
+        if task_id < 0:
+            raise RuntimeError(f"simulator {index} has no episode: call reset({index}, id) first")
+        return task_id
+
+    def step(self, index: int, action: np.ndarray) -> StepOutcome:
+        """Execute one control step (50 ms).
+
+        Args:
+            index: Simulator, 0..num_envs-1.
+            action: float32 ``[4]`` in [-1, 1] (values outside are clipped): change of the tip's
+                target position in units of 2 cm, absolute gripper opening.
+
+        Returns:
+            Reward 1 on success, else 0.
+
+        Raises:
+            ValueError: ``action`` has another shape or is not finite.
+            SimulationError: the physics state is not finite; reset before the next step.
+            RuntimeError: the simulator was never reset.
+        """
+        task = TASKS[self.task_id(index)]
+        action = np.asarray(action, np.float64)
+        if action.shape != (4,) or not np.isfinite(action).all():
+            raise ValueError(f"action is {action}, must be 4 finite numbers: check the policy")
+        action = np.clip(action, -1.0, 1.0)
+        data, ctrl = self._data[index], self._ctrl[index]
+        ctrl[:3] = np.clip(
+            ctrl[:3] + MAX_DELTA * action[:3], scene.WORKSPACE_LOW, scene.WORKSPACE_HIGH
+        )
+        ctrl[3:] = 0.5 * (action[3] + 1.0) * scene.FINGER_OPEN
+        mujoco.mj_step(self._model, data, nstep=scene.SUBSTEPS)
+        self._check_finite(index)
+        success, failure = evaluate(
+            task, self._qpos[index][:3], self._blocks[index], self._start[index]
+        )
+        return StepOutcome(float(success), success or failure, success)
+
+    def _check_finite(self, index: int) -> None:
+        """Raise ``SimulationError`` if the physics of a simulator diverged; void the episode."""
+        data = self._data[index]
+        finite = np.isfinite(data.qpos).all() and np.isfinite(data.qvel).all()
+        if finite and not data.warning.number[_BAD].any():
+            return
+        self._task_ids[index] = -1
+        raise SimulationError(
+            f"physics of simulator {index} diverged at {data.time:.2f} s: discard the episode "
+            "and reset"
+        )
+
+    def state(self, index: int) -> np.ndarray:
+        """Proprioception, float32 ``[5]``: tip x, y, z and two finger positions [m]."""
+        return self._qpos[index][:_N].astype(np.float32)
+
+    def expert_action(self, index: int) -> np.ndarray:
+        """The scripted expert's next action, float32 ``[4]`` in [-1, 1]."""
+        task = TASKS[self.task_id(index)]
+        qpos = self._qpos[index]
+        view = ExpertView(
+            qpos[:3], self._ctrl[index][:3], qpos[3:_N], self._blocks[index][task.colour]
+        )
+        return expert_action(task, view)
+
+    def block_positions(self, index: int) -> np.ndarray:
+        """Centres of the red, green and blue block, float32 ``[3, 3]`` [m] (privileged)."""
+        return self._blocks[index].astype(np.float32)
+
+    def target_position(self, index: int) -> np.ndarray:
+        """Centre of the block that the instruction names, float32 ``[3]`` [m] (privileged)."""
+        return self.block_positions(index)[TASKS[self.task_id(index)].colour]
+
+    def render(self, index: int) -> np.ndarray:
+        """Return new uint8 RGB images ``[K, 3, h, w]``, one per camera of ``meta.cameras``.
+
+        Raises:
+            RuntimeError: no usable OpenGL backend, or a renderer inherited by ``fork``.
+        """
+        if self._renderer is None:
+            self._renderer = OffscreenRenderer(
+                self._model, self.meta.image_size, high_quality=self._high_quality
+            )
+        size, data = self.meta.image_size, self._pose_geometry(index)
+        images = np.empty((len(self.meta.cameras), 3, size, size), np.uint8)
+        for camera in range(len(images)):
+            images[camera] = self._renderer.render(data, camera).transpose(2, 0, 1)
+        return images
+
+    def render_frame(self, index: int, size: int = 480) -> np.ndarray:
+        """Return a high-quality uint8 RGB frame ``[size, size, 3]`` of the front camera.
+
+        For videos: shadows and anti-aliasing whatever ``render_quality`` is. Uses a renderer of
+        its own, kept until ``size`` changes.
+
+        Raises:
+            ValueError: ``size`` is not in 16..2048.
+            RuntimeError: as :meth:`render`.
+        """
+        if not 16 <= size <= 2048:
+            raise ValueError(f"size is {size}, must be in 16..2048: choose a smaller video")
+        if self._film is None or self._film[0] != size:
+            if self._film is not None:
+                self._film[1].close()
+            self._film = size, OffscreenRenderer(self._model, size, high_quality=True)
+        return self._film[1].render(self._pose_geometry(index), 0).copy()
+
+    def _pose_geometry(self, index: int) -> Any:
+        """Bring body and camera poses up to date with ``qpos`` (a step leaves them one behind)."""
+        data = self._data[index]
+        mujoco.mj_kinematics(self._model, data)
+        mujoco.mj_camlight(self._model, data)
+        return data
+
+    def close(self) -> None:
+        """Free render contexts. Idempotent; a later render builds a new one."""
+        if self._renderer is not None:
+            self._renderer.close()
+            self._renderer = None
+        if self._film is not None:
+            self._film[1].close()
+            self._film = None

@@ -1,0 +1,113 @@
+"""Heads that sit on a trunk's hidden states: tokens, Gaussian chunk, value, Q.
+
+Heads are small plain modules; a trunk may be sharded, heads that a functional loss owns may not be
+(see ``policies/shard.py``).
+"""
+
+from __future__ import annotations
+
+import torch
+from tensordict.nn import InteractionType, TensorDictModule
+from torch import nn
+from torchrl.modules import ProbabilisticActor, TanhNormal
+
+from torchrl_vla import schema
+
+
+def mlp(in_dim: int, hidden: int, out_dim: int, *, layers: int = 2) -> nn.Sequential:
+    """Return ``layers`` × (Linear, LayerNorm, SiLU) and a Linear; LayerNorm keeps Q bounded."""
+    parts: list[nn.Module] = []
+    for width in [in_dim] + [hidden] * (layers - 1):
+        parts += [nn.Linear(width, hidden), nn.LayerNorm(hidden), nn.SiLU()]
+    return nn.Sequential(*parts, nn.Linear(hidden, out_dim))
+
+
+class TokenHead(nn.Module):
+    """Action-bin logits from one hidden state per chunk step.
+
+    Args:
+        width: hidden size of the trunk.
+        action_dim: ``A``.
+        num_bins: ``V``.
+    """
+
+    def __init__(self, width: int, action_dim: int, num_bins: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, action_dim * num_bins)
+        self.action_dim = action_dim
+        # Near-uniform at the start: the first policy is as random as the bins allow.
+        nn.init.normal_(self.linear.weight, std=0.01)
+        nn.init.zeros_(self.linear.bias)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Map ``[B, H, d]`` to logits ``[B, H, A, V]``."""
+        return self.linear(hidden).unflatten(-1, (self.action_dim, -1))
+
+
+class GaussianHead(nn.Module):
+    """Location and scale of a tanh-Gaussian over the whole chunk, from pooled features.
+
+    Args:
+        feature_dim: ``F``, width of the features.
+        chunk_size: ``H``.
+        action_dim: ``A``.
+        hidden: width of the hidden layers.
+        log_std_range: bounds of the log standard deviation (before tanh).
+    """
+
+    def __init__(
+        self,
+        feature_dim: int,
+        chunk_size: int,
+        action_dim: int,
+        hidden: int = 256,
+        log_std_range: tuple[float, float] = (-4.0, 0.0),
+    ) -> None:
+        super().__init__()
+        self.net = mlp(feature_dim, hidden, 2 * chunk_size * action_dim)
+        self.shape = (chunk_size, 2 * action_dim)
+        self.log_std_range = log_std_range
+
+    def forward(self, features: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Map ``[*, F]`` to ``loc`` and ``scale``, each ``[*, H, A]``; scale > 0."""
+        loc, raw = self.net(features).unflatten(-1, self.shape).chunk(2, dim=-1)
+        low, high = self.log_std_range
+        log_std = low + 0.5 * (high - low) * (torch.tanh(raw) + 1.0)
+        return loc, log_std.exp()
+
+
+class QHead(nn.Module):
+    """Value of an action chunk in a state, from pooled features.
+
+    Args:
+        feature_dim: ``F``.
+        chunk_size: ``H``.
+        action_dim: ``A``.
+        hidden: width of the hidden layers.
+    """
+
+    def __init__(
+        self, feature_dim: int, chunk_size: int, action_dim: int, hidden: int = 256
+    ) -> None:
+        super().__init__()
+        self.net = mlp(feature_dim + chunk_size * action_dim, hidden, 1)
+
+    def forward(self, features: torch.Tensor, chunk: torch.Tensor) -> torch.Tensor:
+        """Map ``[*, F]`` and ``[*, H, A]`` to ``[*, 1]``."""
+        return self.net(torch.cat([features, chunk.flatten(-2)], dim=-1))
+
+
+def chunk_actor(head: GaussianHead) -> ProbabilisticActor:
+    """Wrap ``head`` as a TorchRL actor: features ``[*, F]`` → chunk ``[*, H, A]`` in (-1, 1).
+
+    The chunk is one event (two event dims), so its log-prob is a sum over ``H`` and ``A`` and has
+    shape ``[*]``.
+    """
+    return ProbabilisticActor(
+        TensorDictModule(head, in_keys=["features"], out_keys=["loc", "scale"]),
+        in_keys=["loc", "scale"],
+        out_keys=[schema.CHUNK],
+        distribution_class=TanhNormal,
+        distribution_kwargs={"low": -1.0, "high": 1.0, "event_dims": 2, "tanh_loc": False},
+        default_interaction_type=InteractionType.RANDOM,
+    )

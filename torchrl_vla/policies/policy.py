@@ -1,0 +1,209 @@
+"""What actors and learners see of a VLA, whatever its family.
+
+A policy here is TorchRL's ``VLAWrapperBase`` contract plus three things that contract leaves open:
+the value read from the same trunk pass, one sampling temperature for rollout and loss, and an
+explicit decode for evaluation. Families (``tiny``, ...) provide the module; these classes own no
+architecture.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+from tensordict.nn import InteractionType, TensorDictModuleBase
+from tensordict.nn.probabilistic import interaction_type
+from torch import nn
+from torchrl.data.vla import UniformActionTokenizer
+from torchrl.modules.vla import VLAWrapperBase
+
+from torchrl_vla import schema
+from torchrl_vla.policies.instructions import tokenize
+
+Decode = Literal["mean", "argmax", "sample"]
+LOGITS = ("vla_action", "logits")
+VALUE = "state_value"
+FEATURES = "features"
+
+
+def is_random() -> bool:
+    """Whether the current exploration setting asks for samples (TorchRL's default does not)."""
+    return interaction_type() in (None, InteractionType.RANDOM)
+
+
+class Observer(nn.Module):
+    """Reads the schema's observation for a family's module: images, state, instruction ids.
+
+    Args:
+        model: the family's module, called as ``model(image, state, words, outputs)``.
+        instructions: instruction in words by ``task_id``.
+        vocabulary: words the model knows.
+    """
+
+    def __init__(
+        self, model: nn.Module, instructions: Sequence[str], vocabulary: Sequence[str]
+    ) -> None:
+        super().__init__()
+        self.model = model
+        length = max(len(text.split()) for text in instructions)
+        table = tokenize(instructions, vocabulary, length)
+        self.register_buffer("instruction_table", table, persistent=False)
+
+    def forward(self, td: TensorDictBase, outputs: tuple[str, ...]) -> dict[str, torch.Tensor]:
+        """Run the model on ``td`` (any batch dims, none included); outputs keep those dims."""
+        image, state = td.get(schema.IMAGE), td.get(schema.STATE)
+        words = self.instruction_table[td.get(schema.TASK_ID).squeeze(-1)]
+        dims = td.batch_dims
+        shape = td.batch_size
+        out = self.model(
+            image.reshape(-1, *image.shape[dims:]),
+            state.reshape(-1, *state.shape[dims:]),
+            words.reshape(-1, words.shape[-1]),
+            outputs,
+        )
+        return {key: value.reshape(*shape, *value.shape[1:]) for key, value in out.items()}
+
+
+class TokenPolicy(VLAWrapperBase):
+    """Categorical policy over action bins: one distribution per number of the chunk.
+
+    The policy *is* ``softmax(logits / temperature)``, in rollout, in the loss and in evaluation:
+    there is no second temperature anywhere.
+
+    Args:
+        observer: family module with its instruction table.
+        chunk_size: ``H``.
+        action_dim: ``A``.
+        num_bins: ``V``.
+        temperature: softmax temperature, > 0.
+        eval_decode: action when exploration is off: ``"mean"`` (expected bin centre), ``"argmax"``
+            or ``"sample"``.
+    """
+
+    def __init__(
+        self,
+        observer: Observer,
+        *,
+        chunk_size: int,
+        action_dim: int,
+        num_bins: int,
+        temperature: float = 0.6,
+        eval_decode: Decode = "mean",
+    ) -> None:
+        if not temperature > 0:
+            raise ValueError(f"temperature is {temperature}; it must be above 0")
+        if eval_decode not in ("mean", "argmax", "sample"):
+            raise ValueError(f"eval_decode is {eval_decode!r}; use 'mean', 'argmax' or 'sample'")
+        super().__init__(
+            observer,
+            action_dim=action_dim,
+            chunk_size=chunk_size,
+            action_head="tokens",
+            vocab_size=num_bins,
+            action_tokenizer=UniformActionTokenizer(num_bins, low=-1.0, high=1.0),
+            output_mode="both",
+            log_probs_mode="token",
+            return_vla_action_container=False,
+            default_interaction_type=InteractionType.RANDOM,
+        )
+        self.temperature = temperature
+        self.eval_decode = eval_decode
+        centres = self.action_tokenizer.decode(torch.arange(num_bins))
+        self.register_buffer("bin_centres", centres, persistent=False)
+        self.in_keys = [schema.IMAGE, schema.STATE, schema.TASK_ID]
+        self.out_keys = [*self.out_keys, VALUE]
+
+    def _action_logits(self, tensordict: TensorDictBase) -> torch.Tensor:
+        """Return float32 logits ``[*, H, A, V]``, divided by the temperature."""
+        return self.model(tensordict, ("logits",))["logits"].float() / self.temperature
+
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Choose actions: writes chunk, tokens, log-probs and the state value into ``tensordict``.
+
+        With exploration off the chunk follows ``eval_decode``; tokens and log-probs are then those
+        of the most likely bins and must not be trained on.
+        """
+        out = self.model(tensordict, ("logits", "value"))
+        logits = out["logits"].float() / self.temperature
+        log_probs = logits.log_softmax(-1)
+        sample = is_random() or self.eval_decode == "sample"
+        if sample:
+            flat = log_probs.exp().reshape(-1, log_probs.shape[-1])
+            tokens = torch.multinomial(flat, 1).reshape(logits.shape[:-1])
+        else:
+            tokens = logits.argmax(-1)
+        if sample or self.eval_decode == "argmax":
+            chunk = self.action_tokenizer.decode(tokens)
+        else:
+            chunk = log_probs.exp() @ self.bin_centres
+        tensordict.set(schema.CHUNK, chunk)
+        tensordict.set(schema.TOKENS, tokens)
+        tensordict.set(schema.LOG_PROBS, log_probs.gather(-1, tokens[..., None])[..., 0])
+        tensordict.set(VALUE, out["value"])
+        return tensordict
+
+    def unscaled_logits(self, tensordict: TensorDictBase) -> torch.Tensor:
+        """Return float32 logits ``[*, H, A, V]`` before the temperature, for cloning."""
+        return self.model(tensordict, ("logits",))["logits"].float()
+
+    def score(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Write logits ``[*, H, A, V]`` and value ``[*, 1]`` from one trunk pass.
+
+        ``get_dist`` then reads the stored logits, so a TorchRL loss around this policy and a value
+        loss share the pass.
+        """
+        out = self.model(tensordict, ("logits", "value"))
+        tensordict.set(LOGITS, out["logits"].float() / self.temperature)
+        tensordict.set(VALUE, out["value"])
+        return tensordict
+
+    def value(self, tensordict: TensorDictBase) -> torch.Tensor:
+        """Return the state value, float32 ``[*, 1]``."""
+        return self.model(tensordict, ("value",))["value"]
+
+
+class GaussianPolicy(TensorDictModuleBase):
+    """Tanh-Gaussian policy over the whole chunk, from the trunk's pooled features.
+
+    The head stays outside the sharded trunk, because TorchRL's SAC losses own it functionally.
+
+    Args:
+        observer: family module with its instruction table.
+        actor: TorchRL ``ProbabilisticActor`` reading ``"features"`` and writing the chunk.
+        eval_decode: ``"mean"`` (tanh of the location) or ``"sample"``.
+    """
+
+    def __init__(
+        self, observer: Observer, actor: TensorDictModuleBase, *, eval_decode: Decode = "mean"
+    ) -> None:
+        super().__init__()
+        if eval_decode not in ("mean", "sample"):
+            raise ValueError(f"eval_decode is {eval_decode!r}; a Gaussian head has 'mean','sample'")
+        self.model = observer
+        self.actor = actor
+        self.eval_decode = eval_decode
+        self.in_keys = [schema.IMAGE, schema.STATE, schema.TASK_ID]
+        self.out_keys = [schema.CHUNK]
+
+    def features(self, tensordict: TensorDictBase) -> torch.Tensor:
+        """Return pooled features, ``[*, F]``."""
+        return self.model(tensordict, (FEATURES,))[FEATURES]
+
+    def location_and_scale(self, tensordict: TensorDictBase) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the head's ``loc`` and ``scale`` ``[*, H, A]``; reads cached features if given."""
+        features = tensordict.get(FEATURES, None)
+        if features is None:
+            features = self.features(tensordict)
+        return self.actor[0].module(features)
+
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Choose actions: writes the chunk ``[*, H, A]`` into ``tensordict``."""
+        features = TensorDict(
+            {FEATURES: self.features(tensordict)}, batch_size=tensordict.batch_size
+        )
+        dist = self.actor.get_dist(features)
+        sample = is_random() or self.eval_decode == "sample"
+        tensordict.set(schema.CHUNK, dist.sample() if sample else dist.deterministic_sample)
+        return tensordict
