@@ -26,6 +26,10 @@ def ranks_main(out: Path, replicate: int) -> None:
         (out / f"refused-{os.environ['RANK']}").write_text(str(error))
         raise SystemExit(3) from None
     t.barrier()
+    try:
+        t.together(lambda: {0: "fine"}[t.rank])
+    except (KeyError, RuntimeError) as error:
+        failure = f"{type(error).__name__}: {error}"
     mine = torch.tensor([1.5 + t.rank, 10.0])
     facts = {
         "rank": [t.rank, t.world_size, t.local_rank, t.is_main],
@@ -35,6 +39,8 @@ def ranks_main(out: Path, replicate: int) -> None:
         "gathered": t.gather_objects({"rank": t.rank}),
         "one_stops": t.any_true(t.rank == 1),
         "none_stops": t.any_true(False),
+        "failure": failure,
+        "together": t.together(lambda: t.rank),
         "timeouts": [
             group._get_backend(t.device).options._timeout.total_seconds()
             for group in (dist.group.WORLD, *t.mesh.get_all_groups())
@@ -72,6 +78,10 @@ def test_two_ranks(tmp_path: Path, replicate: int, mesh: list):
         assert facts["gathered"] == [{"rank": 0}, {"rank": 1}]
         assert facts["one_stops"] is True
         assert facts["none_stops"] is False
+        # rank 1 keeps its own exception, rank 0 is told of it
+        told = "RuntimeError: other ranks failed: {1: 'KeyError: 1'}"
+        assert facts["failure"] == (told if rank == 0 else "KeyError: 1")
+        assert facts["together"] == rank
         assert facts["mesh"] == mesh
         # the default group and one per mesh dimension; torch's own defaults are 1800 and 600
         assert facts["timeouts"] == [60.0] * (1 + len(mesh[0]))

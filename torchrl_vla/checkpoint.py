@@ -31,6 +31,7 @@ import re
 import shutil
 from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -102,15 +103,17 @@ class Checkpointer:
         Raises:
             KeyError: ``state`` has an unknown key.
             TypeError: something that is neither tensor nor plain JSON.
-            ValueError: a negative step, steps that differ between ranks, a score that is not
-                finite, an optimizer whose parameters are in none of its modules.
+            ValueError: a negative step, a score that is not finite, either differing between
+                ranks, a name with a slash, an optimizer whose parameters are in none of its
+                modules.
             RuntimeError: another rank failed; says which and why.
         """
-        steps = topology.gather_objects(step)
+        # Judged from what all ranks passed, so that all of them refuse, or none.
+        steps, scores = zip(*topology.gather_objects((step, score)), strict=True)
         if len(set(steps)) > 1 or step < 0:
             raise ValueError(f"ranks save steps {steps}: one step, 0 or more, on all of them")
-        if score is not None and not math.isfinite(score):
-            raise ValueError(f"the score of step {step} is {score}; pass a finite one or None")
+        if len(set(scores)) > 1 or not all(s is None or math.isfinite(s) for s in scores):
+            raise ValueError(f"step {step} has scores {scores}: one finite score, or None, on all")
         folder = self.root / f".tmp-step-{step:09d}"
         shards, index = topology.together(lambda: self._prepare(folder, state, topology))
         dcp.save(shards, storage_writer=dcp.FileSystemWriter(folder / "dcp"))
@@ -137,7 +140,9 @@ class Checkpointer:
         found, partial = _on_main(topology, lambda: (self._found(), self._partial()))
         if topology is None or topology.is_main:
             for path in partial:
-                print(f"checkpoint {path} is refused: its save was cut short", flush=True)
+                print(
+                    f"checkpoint {path} is refused: its save or removal was cut short", flush=True
+                )
         return self._first_complete(sorted(found, key=_age, reverse=True), topology)
 
     def best(self, topology: Topology | None = None) -> Path | None:
@@ -194,6 +199,12 @@ class Checkpointer:
     ) -> tuple[dict[str, Tensor], dict[str, Any]]:
         if unknown := sorted(set(state) - set(STATE_KEYS)):
             raise KeyError(f"state has {unknown}; the keys of a checkpoint are {STATE_KEYS}")
+        named = [*state.get("modules", {}), *state.get("optimizers", {})]
+        if odd := [name for name in named if "/" in name]:
+            raise ValueError(f"names {odd} contain '/', which separates names from parameters")
+        # Before the shards are written, which may take minutes.
+        for key in ("json", "rank_json"):
+            _check_plain(state.get(key, {}), key)
         shards: dict[str, Tensor] = {}
         for name, module in state.get("modules", {}).items():
             shards |= _module_tensors(name, module)
@@ -411,9 +422,12 @@ def _matched_parameters(
     here = [[names.get(p) for p in group["params"]] for group in optimizer.param_groups]
     there = [group["params"] for group in index[name]["groups"]]
     if here != there:
+        sizes = [len(group) for group in here], [len(group) for group in there]
+        odd = sorted({*map(str, chain(*here))} ^ {*chain(*there)})[:5]
         raise ValueError(
-            f"optimizer {name!r} has parameter groups {here}, {path} has {there}: build it from "
-            "the same modules in the same order"
+            f"optimizer {name!r} has groups of {sizes[0]} parameters, {path} of {sizes[1]}; only "
+            f"one of them has {odd} (5 at most shown): build it from the same modules in the same "
+            "order"
         )
     return {key: parameter for parameter, key in names.items()}
 
@@ -480,7 +494,6 @@ def _write_files(
 
 
 def _write_plain(stem: Path, plain: Any, tensors: Mapping[str, Tensor | TensorDictBase]) -> None:
-    _check_plain(plain, stem.name)
     leaves: dict[str, Tensor] = {}
     layout: dict[str, Any] = {}
     for name, value in tensors.items():
@@ -531,9 +544,7 @@ def _check_plain(value: Any, where: str) -> None:
     if isinstance(value, dict):
         for key, item in value.items():
             if not isinstance(key, str):
-                raise TypeError(
-                    f"{where}: key {key!r} is a {type(key).__name__}; JSON keys are str"
-                )
+                raise TypeError(f"{where}: key {key!r} is not a str, JSON would make it one")
             _check_plain(item, f"{where}.{key}")
     elif isinstance(value, list):
         for i, item in enumerate(value):

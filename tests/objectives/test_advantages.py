@@ -4,7 +4,13 @@ import pytest
 import torch
 from torchrl.objectives.value.functional import vec_generalized_advantage_estimate
 
-from torchrl_vla.objectives.advantages import gae, normalise, reinforce_plus_plus, return_to_go
+from torchrl_vla.objectives.advantages import (
+    cut_at_invalid,
+    gae,
+    normalise,
+    reinforce_plus_plus,
+    return_to_go,
+)
 
 
 def row(*numbers):
@@ -71,6 +77,12 @@ def test_invalid_decision_is_a_boundary_and_no_data():
     )
     close(advantage, 2.0, 0.0, -1.0)
     close(target, 3.0, 0.0, 1.0)
+
+
+def test_boundaries_stand_before_and_at_invalid_decisions():
+    # Decision 2 is void: no recursion from 1 into it, nor from it into 3. 4 is done anyway.
+    done, valid = row(False, False, False, False, True), row(True, True, False, True, True)
+    assert cut_at_invalid(done, valid).flatten().tolist() == [False, True, True, False, True]
 
 
 def test_loop_with_tensor_discount_agrees_with_torchrls_vectorised_form():

@@ -109,6 +109,7 @@ class ChunkedEnv(EnvBase):
         action_tokenizer: if given, the environment takes tokens and decodes them with it.
         max_steps: control steps until truncation; the suite's own limit if ``None``.
         on_step: called after every step with the number of control steps that ran (heartbeats).
+        on_control_step: called after every control step with the simulator's index (videos).
 
     Raises:
         ValueError: a setting is outside its range, or (in ``step``) an action is not finite or
@@ -125,6 +126,7 @@ class ChunkedEnv(EnvBase):
         action_tokenizer: ActionTokenizerBase | None = None,
         max_steps: int | None = None,
         on_step: Callable[[ChunkedEnv, int], None] | None = None,
+        on_control_step: Callable[[int], None] | None = None,
     ) -> None:
         if chunk_size < 1:
             raise ValueError(f"chunk_size is {chunk_size}; it must be at least 1")
@@ -139,6 +141,7 @@ class ChunkedEnv(EnvBase):
         self.action_tokenizer = action_tokenizer
         self.max_steps = simulators.meta.max_steps if max_steps is None else max_steps
         self.on_step = on_step
+        self.on_control_step = on_control_step
         self.num_sim_errors = 0
         """Episodes voided because physics diverged."""
         self.num_episodes = 0
@@ -233,6 +236,8 @@ class ChunkedEnv(EnvBase):
                     outcome = self.simulators.step(i, chunk[i, k])
                     executed[i, k] = True
                     reward[i] += self.gamma**k * outcome.reward
+                    if self.on_control_step is not None:
+                        self.on_control_step(i)
                     if outcome.terminated:
                         terminated[i], success[i] = True, outcome.success
                         break

@@ -1,0 +1,357 @@
+"""This rank's actors: collectors in child processes, fed with weights, watched, never waited on.
+
+What the room is for: building TorchRL's multi-process collectors around a chunked environment and a
+copy of the policy, publishing weights to them, pulling batches, and turning a dead, hung or failing
+worker into one clear error. What it does not do: decide when to collect or what to do with the data
+(loops), or write the replay (the collectors do that themselves).
+
+    loop ──request()──▶ puller thread ──next()──▶ TorchRL collector ──▶ W workers × N simulators
+    loop ◀─receive()──   (batch, or "rows committed" when the workers write the shared replay)
+    loop ──publish()──▶ weight-sync scheme ──▶ every worker's policy, between two decisions
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import queue
+import signal
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import TensorDict, TensorDictBase
+from tensordict.nn import TensorDictModuleBase
+from torch import nn
+from torchrl.collectors import MultiAsyncCollector, MultiSyncCollector
+from torchrl.data import TensorDictReplayBuffer
+from torchrl.weight_update import MultiProcessWeightSyncScheme
+from torchrl.weight_update.weight_sync_schemes import WeightStrategy
+
+from torchrl_vla import schema
+from torchrl_vla.envs.chunked import ChunkedEnv
+
+FOREVER = 2**62
+"""Frames after which a collector would stop by itself."""
+_BOARD = np.dtype(
+    [
+        ("pid", "i8"),
+        ("beat", "f8"),
+        ("decisions", "i8"),
+        ("env_steps", "i8"),
+        ("episodes", "i8"),
+        ("successes", "i8"),
+        ("sim_errors", "i8"),
+    ]
+)
+
+
+class WorkerError(RuntimeError):
+    """An actor process died, hung or raised; the message names it."""
+
+
+class Behaviour(TensorDictModuleBase):
+    """A policy copy that chooses actions: stamps ``policy_version``, never mixes two versions.
+
+    The lock makes a forward pass and an arriving publish exclude each other, so every decision was
+    made by exactly one version, the one it is stamped with.
+    """
+
+    def __init__(self, policy: TensorDictModuleBase) -> None:
+        super().__init__()
+        self.policy = policy
+        self.register_buffer("policy_version", torch.zeros(1, dtype=torch.int64))
+        self.lock = threading.Lock()
+        self.in_keys = policy.in_keys
+        self.out_keys = [*policy.out_keys, schema.POLICY_VERSION]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {k: v for k, v in super().__getstate__().items() if k != "lock"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.lock = threading.Lock()
+
+    @torch.no_grad()
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Let the policy act and stamp the decision."""
+        with self.lock:
+            tensordict = self.policy(tensordict)
+            version = self.policy_version.clone()
+        tensordict.set(schema.POLICY_VERSION, version.expand(*tensordict.batch_size, 1))
+        return tensordict
+
+
+class _BetweenDecisions(WeightStrategy):
+    """Applies published weights while no forward pass runs."""
+
+    def apply_weights(self, destination: Any, weights: Any, inplace: bool = True) -> None:
+        if isinstance(destination, Behaviour):
+            with destination.lock:
+                super().apply_weights(destination, weights, inplace=inplace)
+        else:
+            super().apply_weights(destination, weights, inplace=inplace)
+
+
+class Heartbeat:
+    """Writes a worker's counters to its line of the board after every decision.
+
+    The board is a small memory-mapped file: it outlives the worker and can be read without asking.
+    """
+
+    def __init__(self, path: Path, worker: int, num_workers: int) -> None:
+        self.path, self.worker, self.num_workers = path, worker, num_workers
+        self._line: np.ndarray | None = None
+
+    def __call__(self, env: ChunkedEnv, env_steps: int) -> None:
+        """Record that ``env`` just finished a step of ``env_steps`` control steps."""
+        if self._line is None:
+            self._line = open_board(self.path, self.num_workers)[self.worker : self.worker + 1]
+            self._line["pid"] = os.getpid()
+        line = self._line
+        line["decisions"] += env.batch_size[0]
+        line["env_steps"] += env_steps
+        line["episodes"] = env.num_episodes
+        line["successes"] = env.num_successes
+        line["sim_errors"] = env.num_sim_errors
+        line["beat"] = time.monotonic()
+
+
+def open_board(path: Path, num_workers: int) -> np.ndarray:
+    """Open (or create) the workers' board at ``path``."""
+    mode = "r+" if path.exists() else "w+"
+    return np.memmap(path, dtype=_BOARD, mode=mode, shape=(num_workers,))
+
+
+def die_with_parent(parent: int) -> None:
+    """Ask the kernel to kill this process when its parent ``parent`` dies, however it dies.
+
+    Raises:
+        SystemExit: the parent is gone already.
+    """
+    pr_set_pdeathsig = 1
+    ctypes.CDLL(None).prctl(pr_set_pdeathsig, int(signal.SIGKILL))
+    if os.getppid() != parent:
+        raise SystemExit(f"parent process {parent} is gone")
+
+
+def _make_env(make: Callable[..., ChunkedEnv], parent: int, **kwargs: Any) -> ChunkedEnv:
+    die_with_parent(parent)
+    return make(**kwargs)
+
+
+def _make_behaviour(make: Callable[[], TensorDictModuleBase]) -> Behaviour:
+    return Behaviour(make())
+
+
+def to_transitions(batch: TensorDictBase) -> TensorDictBase:
+    """Flatten a collected batch ``[N, T]`` to replay rows and leave out diverged simulations.
+
+    Root copies of the previous decision's outcome and the collector's bookkeeping are dropped.
+    """
+    keep = [f.key for f in schema.SCHEMA if batch.get(f.key, None) is not None]
+    keep += [("next", "observation")]
+    flat = batch.select(*keep).flatten()
+    return flat[~flat[schema.SIM_ERROR].squeeze(-1)]
+
+
+@dataclass(frozen=True)
+class ActorCounts:
+    """Totals over this rank's workers since they started."""
+
+    decisions: int
+    env_steps: int
+    episodes: int
+    successes: int
+    sim_errors: int
+
+
+class Actors:
+    """W worker processes × N simulators, as one source of batches.
+
+    Args:
+        make_env: picklable; called in worker ``w`` as ``make_env(worker=w, on_step=...)``.
+        make_policy: picklable; builds the policy in the worker.
+        num_workers: ``W``.
+        decisions: decisions per batch and worker, over all its simulators.
+        folder: where the board lives (on local disk).
+        replay: if given, workers write transitions into it and a batch is only an announcement;
+            otherwise :meth:`receive` returns the batches themselves, all workers together.
+        seed: seed of the workers' action sampling; each worker derives its own.
+        timeout: seconds without a sign of life after which a worker counts as hung.
+
+    Raises:
+        WorkerError: see :meth:`receive`.
+    """
+
+    def __init__(
+        self,
+        make_env: Callable[..., ChunkedEnv],
+        make_policy: Callable[[], TensorDictModuleBase],
+        *,
+        num_workers: int,
+        decisions: int,
+        folder: Path,
+        replay: TensorDictReplayBuffer | None = None,
+        seed: int = 0,
+        timeout: float = 30.0,
+    ) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        board = folder / "board.bin"
+        board.unlink(missing_ok=True)
+        self.board = open_board(board, num_workers)
+        self.num_workers, self.timeout, self.asynchronous = num_workers, timeout, replay is not None
+        env_fns = [
+            partial(
+                _make_env,
+                make_env,
+                os.getpid(),
+                worker=worker,
+                on_step=Heartbeat(board, worker, num_workers),
+            )
+            for worker in range(num_workers)
+        ]
+        scheme = MultiProcessWeightSyncScheme(strategy="tensordict", sync=True)
+        scheme.strategy = _BetweenDecisions()
+        kind = MultiAsyncCollector if self.asynchronous else MultiSyncCollector
+        extra = {} if self.asynchronous else {"cat_results": 0}
+        self.collector = kind(
+            env_fns,
+            policy_factory=partial(_make_behaviour, make_policy),
+            frames_per_batch=decisions if self.asynchronous else decisions * num_workers,
+            total_frames=FOREVER,
+            replay_buffer=replay,
+            postproc=to_transitions if self.asynchronous else None,
+            weight_sync_schemes={"policy": scheme},
+            num_threads=1,
+            num_sub_threads=1,
+            **extra,
+        )
+        self.collector.set_seed(seed)
+        self._requests: queue.SimpleQueue[bool] = queue.SimpleQueue()
+        self._results: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.pending = 0
+        """Requests that no :meth:`receive` has answered yet."""
+        self._puller = threading.Thread(target=self._pull, name="puller", daemon=True)
+        self._puller.start()
+
+    def _pull(self) -> None:
+        batches = iter(self.collector)
+        while self._requests.get():
+            try:
+                self._results.put(("batch", next(batches)))
+            except BaseException as error:  # handed to the loop, which raises it
+                self._results.put(("error", error))
+                return
+
+    def request(self) -> None:
+        """Ask for one more batch; returns at once."""
+        self.pending += 1
+        self._requests.put(True)
+
+    def receive(self, wait: bool = True) -> TensorDictBase | bool | None:
+        """Return the next requested batch.
+
+        Args:
+            wait: block until it is there; otherwise return ``None`` if it is not.
+
+        Returns:
+            The batch ``[W * N, T]``, or ``True`` when the workers wrote it into the replay.
+
+        Raises:
+            WorkerError: a worker died, hung (no sign of life for ``timeout`` seconds) or raised.
+        """
+        asked = time.monotonic()
+        while True:
+            try:
+                kind, value = self._results.get(block=wait, timeout=0.5)
+                break
+            except queue.Empty:
+                if not wait:
+                    return None
+                self._check(asked)
+        self.pending -= 1
+        if kind == "error":
+            raise WorkerError(f"{self._describe()}; the collector said: {value}") from value
+        return True if value is None else value
+
+    def collect(self) -> TensorDictBase | bool:
+        """Request a batch and wait for it."""
+        if not self.pending:
+            self.request()
+        return self.receive()
+
+    def publish(self, weights: TensorDict, version: int) -> None:
+        """Give every worker new weights; returns when all have them.
+
+        Args:
+            weights: the policy's whole weights, nested like ``TensorDict.from_module(policy)``.
+            version: stamped on every decision they make from now on.
+
+        Raises:
+            WorkerError: a worker is not alive to receive them.
+        """
+        self._check(time.monotonic())
+        stamped = TensorDict({"policy": weights, "policy_version": torch.tensor([version])})
+        self.collector.update_policy_weights_(stamped)
+
+    def counts(self) -> ActorCounts:
+        """Return totals over the workers."""
+        names = ActorCounts.__dataclass_fields__
+        return ActorCounts(**{name: int(self.board[name].sum()) for name in names})
+
+    def _check(self, waiting_since: float) -> None:
+        dead = [p for p in self.collector.procs if not p.is_alive()]
+        if dead and self._results.empty():
+            time.sleep(0.2)  # let the puller report what the worker said, if it said anything
+            if self._results.empty():
+                raise WorkerError(self._describe())
+        now = time.monotonic()
+        for worker, beat in enumerate(self.board["beat"]):
+            started = max(float(beat), waiting_since)
+            limit = self.timeout if beat else max(self.timeout, 120.0)  # the first needs imports
+            if now - started > limit and self._results.empty():
+                process = self.collector.procs[worker]
+                raise WorkerError(
+                    f"actor worker {worker} (pid {process.pid}) hangs: no sign of life for "
+                    f"{now - started:.0f} s, limit {limit:.0f} s; physics or rendering is stuck"
+                )
+
+    def _describe(self) -> str:
+        said = [
+            f"actor worker {i} (pid {p.pid}) ended with exit code {p.exitcode}"
+            for i, p in enumerate(self.collector.procs)
+            if not p.is_alive()
+        ]
+        return "; ".join(said) or "an actor worker failed"
+
+    def close(self) -> None:
+        """End all workers; nothing is left behind. Idempotent."""
+        self._requests.put(False)
+        processes = list(self.collector.procs)
+        if all(p.is_alive() for p in processes) and not self.pending:
+            self._puller.join(timeout=2.0)
+            self.collector.shutdown(timeout=5.0, raise_on_error=False)
+        for process in processes:
+            if process.is_alive():
+                process.kill()
+            process.join(timeout=5.0)
+
+
+def behaviour_copy(make_policy: Callable[[], TensorDictModuleBase], weights: TensorDict) -> nn.Module:
+    """Return an unsharded policy with ``weights``, for evaluation beside the sharded one."""
+    policy = make_policy()
+    load_full_weights(policy, weights)
+    return policy
+
+
+def load_full_weights(policy: nn.Module, weights: TensorDict) -> None:
+    """Copy whole ``weights`` (see ``policies.shard.full_weights``) into an unsharded policy."""
+    with torch.no_grad():
+        TensorDict.from_module(policy).data.update_(weights)
