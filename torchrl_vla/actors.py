@@ -1,4 +1,4 @@
-"""This rank's actors: collectors in child processes, fed with weights, watched, never waited on.
+"""Actors of a rank: collectors in child processes, fed with weights, watched, never waited on.
 
 What the room is for: building TorchRL's multi-process collectors around a chunked environment and a
 copy of the policy, publishing weights to them, pulling batches, and turning a dead, hung or failing
@@ -18,7 +18,7 @@ import queue
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -35,7 +35,8 @@ from torchrl.weight_update import MultiProcessWeightSyncScheme
 from torchrl.weight_update.weight_sync_schemes import WeightStrategy
 
 from torchrl_vla import schema
-from torchrl_vla.envs.chunked import ChunkedEnv
+from torchrl_vla.envs.chunked import ChunkedEnv, InitStateStream
+from torchrl_vla.envs.simulator import Suite
 
 FOREVER = 2**62
 """Frames after which a collector would stop by itself."""
@@ -48,6 +49,8 @@ _BOARD = np.dtype(
         ("episodes", "i8"),
         ("successes", "i8"),
         ("sim_errors", "i8"),
+        ("position", "i8"),
+        ("idle", "f8"),
     ]
 )
 
@@ -105,22 +108,31 @@ class Heartbeat:
     The board is a small memory-mapped file: it outlives the worker and can be read without asking.
     """
 
-    def __init__(self, path: Path, worker: int, num_workers: int) -> None:
+    def __init__(self, path: Path, worker: int, num_workers: int, steps_per_batch: int) -> None:
         self.path, self.worker, self.num_workers = path, worker, num_workers
+        self.steps_per_batch = steps_per_batch
         self._line: np.ndarray | None = None
+        self._steps, self._usual_gap = 0, 0.0
 
     def __call__(self, env: ChunkedEnv, env_steps: int) -> None:
         """Record that ``env`` just finished a step of ``env_steps`` control steps."""
         if self._line is None:
             self._line = open_board(self.path, self.num_workers)[self.worker : self.worker + 1]
             self._line["pid"] = os.getpid()
-        line = self._line
+        line, now = self._line, time.monotonic()
+        gap = now - float(line["beat"][0]) if self._steps else 0.0
+        if self._steps % self.steps_per_batch:
+            self._usual_gap += 0.1 * (gap - self._usual_gap)
+        else:  # the first step of a batch also waited until the batch was asked for
+            line["idle"] += max(0.0, gap - self._usual_gap)
+        self._steps += 1
         line["decisions"] += env.batch_size[0]
         line["env_steps"] += env_steps
         line["episodes"] = env.num_episodes
         line["successes"] = env.num_successes
         line["sim_errors"] = env.num_sim_errors
-        line["beat"] = time.monotonic()
+        line["position"] = env.init_states.position
+        line["beat"] = now
 
 
 def open_board(path: Path, num_workers: int) -> np.ndarray:
@@ -141,9 +153,59 @@ def die_with_parent(parent: int) -> None:
         raise SystemExit(f"parent process {parent} is gone")
 
 
-def _make_env(make: Callable[..., ChunkedEnv], parent: int, **kwargs: Any) -> ChunkedEnv:
+def _make_env(make: Callable[..., ChunkedEnv], parent: int, seed: int, **kwargs: Any) -> ChunkedEnv:
     die_with_parent(parent)
+    torch.manual_seed(seed)
     return make(**kwargs)
+
+
+def make_actor_env(
+    suite: Suite,
+    *,
+    num_envs: int,
+    chunk_size: int,
+    gamma: float,
+    streams: Sequence[int],
+    positions: Sequence[int] | None = None,
+    group_size: int = 1,
+    worker: int,
+    on_step: Callable[[ChunkedEnv, int], None],
+) -> ChunkedEnv:
+    """Build worker ``worker``'s environment on training states.
+
+    Args:
+        suite: picklable description of the suite.
+        num_envs: simulators in this worker.
+        chunk_size: ``H``.
+        gamma: discount per control step.
+        streams: initial-state stream of every worker.
+        positions: where each stream goes on (resume); from the start if ``None``.
+        group_size: episodes per initial state.
+        worker: which worker this is.
+        on_step: heartbeat.
+    """
+    start = 0 if positions is None else positions[worker]
+    init_states = InitStateStream(suite.splits["train"], streams[worker], group_size, start)
+    return ChunkedEnv(
+        suite.simulators(num_envs),
+        init_states,
+        chunk_size=chunk_size,
+        gamma=gamma,
+        on_step=on_step,
+    )
+
+
+def actor_streams(seed: int, rank: int, num_workers: int) -> list[int]:
+    """Return the initial-state stream of each worker: distinct over seeds, ranks and workers.
+
+    Raises:
+        ValueError: a number is outside its range.
+    """
+    limits = {"seed": (seed, 200_000), "rank": (rank, 64), "num_workers": (num_workers, 64)}
+    for name, (value, limit) in limits.items():
+        if not 0 <= value <= limit:
+            raise ValueError(f"{name} is {value}; it must be in 0..{limit}")
+    return [(seed * 64 + rank) * 64 + worker for worker in range(num_workers)]
 
 
 def _make_behaviour(make: Callable[[], TensorDictModuleBase]) -> Behaviour:
@@ -180,10 +242,11 @@ class Actors:
         make_policy: picklable; builds the policy in the worker.
         num_workers: ``W``.
         decisions: decisions per batch and worker, over all its simulators.
+        steps_per_batch: the same per simulator.
         folder: where the board lives (on local disk).
         replay: if given, workers write transitions into it and a batch is only an announcement;
             otherwise :meth:`receive` returns the batches themselves, all workers together.
-        seed: seed of the workers' action sampling; each worker derives its own.
+        seed: seed of the workers' action sampling; worker ``w`` uses ``64 * seed + w``.
         timeout: seconds without a sign of life after which a worker counts as hung.
 
     Raises:
@@ -197,6 +260,7 @@ class Actors:
         *,
         num_workers: int,
         decisions: int,
+        steps_per_batch: int,
         folder: Path,
         replay: TensorDictReplayBuffer | None = None,
         seed: int = 0,
@@ -206,14 +270,16 @@ class Actors:
         board = folder / "board.bin"
         board.unlink(missing_ok=True)
         self.board = open_board(board, num_workers)
+        self._idle_mark = time.monotonic(), 0.0
         self.num_workers, self.timeout, self.asynchronous = num_workers, timeout, replay is not None
         env_fns = [
             partial(
                 _make_env,
                 make_env,
                 os.getpid(),
+                seed * 64 + worker,
                 worker=worker,
-                on_step=Heartbeat(board, worker, num_workers),
+                on_step=Heartbeat(board, worker, num_workers, steps_per_batch),
             )
             for worker in range(num_workers)
         ]
@@ -233,7 +299,6 @@ class Actors:
             num_sub_threads=1,
             **extra,
         )
-        self.collector.set_seed(seed)
         self._requests: queue.SimpleQueue[bool] = queue.SimpleQueue()
         self._results: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.pending = 0
@@ -301,6 +366,23 @@ class Actors:
         stamped = TensorDict({"policy": weights, "policy_version": torch.tensor([version])})
         self.collector.update_policy_weights_(stamped)
 
+    def __enter__(self) -> Actors:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def positions(self) -> dict[str, list[int]]:
+        """Return where every worker's initial-state stream stands, for a checkpoint."""
+        return {"positions": self.board["position"].tolist()}
+
+    def idle_share(self) -> float:
+        """Return the share of time that workers waited to be asked, since the last call."""
+        now, idle = time.monotonic(), float(self.board["idle"].sum())
+        since, before = self._idle_mark
+        self._idle_mark = now, idle
+        return (idle - before) / max(now - since, 1e-9) / self.num_workers
+
     def counts(self) -> ActorCounts:
         """Return totals over the workers."""
         names = ActorCounts.__dataclass_fields__
@@ -344,7 +426,77 @@ class Actors:
             process.join(timeout=5.0)
 
 
-def behaviour_copy(make_policy: Callable[[], TensorDictModuleBase], weights: TensorDict) -> nn.Module:
+@dataclass(frozen=True)
+class ActorSettings:
+    """How many actor processes a rank has and what each does."""
+
+    num_workers: int
+    """``W``, processes."""
+    envs_per_worker: int
+    """``N``, simulators in each."""
+    decisions_per_env: int
+    """``T``, decisions per simulator and batch."""
+    timeout: float = 30.0
+    """Seconds without a sign of life after which a worker counts as hung."""
+    group_size: int = 1
+    """Episodes per initial state."""
+
+
+def start_actors(
+    suite: Suite,
+    make_policy: Callable[[], TensorDictModuleBase],
+    settings: ActorSettings,
+    *,
+    chunk_size: int,
+    gamma: float,
+    seed: int,
+    rank: int,
+    folder: Path,
+    positions: Sequence[int] | None = None,
+    attempt: int = 0,
+    replay: TensorDictReplayBuffer | None = None,
+) -> Actors:
+    """Start this rank's actors on training states.
+
+    Args:
+        suite: picklable description of the suite.
+        make_policy: picklable; builds the policy in a worker.
+        settings: processes, simulators, batch.
+        chunk_size: ``H``.
+        gamma: discount per control step.
+        seed: the run's seed.
+        rank: this rank.
+        folder: for the workers' board.
+        positions: where the initial-state streams go on (resume).
+        attempt: changes the action noise when a run goes on.
+        replay: see :class:`Actors`.
+    """
+    make_env = partial(
+        make_actor_env,
+        suite,
+        num_envs=settings.envs_per_worker,
+        chunk_size=chunk_size,
+        gamma=gamma,
+        streams=actor_streams(seed, rank, settings.num_workers),
+        positions=positions,
+        group_size=settings.group_size,
+    )
+    return Actors(
+        make_env,
+        make_policy,
+        num_workers=settings.num_workers,
+        decisions=settings.envs_per_worker * settings.decisions_per_env,
+        steps_per_batch=settings.decisions_per_env,
+        folder=folder,
+        replay=replay,
+        seed=(seed * 64 + rank) * 1000 + attempt,
+        timeout=settings.timeout,
+    )
+
+
+def behaviour_copy(
+    make_policy: Callable[[], TensorDictModuleBase], weights: TensorDict
+) -> nn.Module:
     """Return an unsharded policy with ``weights``, for evaluation beside the sharded one."""
     policy = make_policy()
     load_full_weights(policy, weights)

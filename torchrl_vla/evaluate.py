@@ -1,24 +1,23 @@
 """Success rates one can trust: a fixed list of initial states, each run once, exact decisions.
 
 The result is a pure function of (policy, initial states, settings). It does not depend on how many
-simulators run side by side, on how fast a policy ends its episodes, or on the number of ranks: every
-decision is computed alone (a batched matrix product may round differently per batch size, and
-contact physics turns the last bit into another outcome), and each episode's random numbers, if its
-decode needs any, come from its own seed.
+simulators run side by side, on how fast a policy ends its episodes, or on the number of ranks:
+every decision is computed alone (a batched matrix product may round differently per batch size,
+and contact physics turns the last bit into another outcome), and each episode's random numbers, if
+its decode needs any, come from its own seed.
 """
 
 from __future__ import annotations
 
+import os
 import platform
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
 
-import mujoco
-import tensordict
 import torch
-import torchrl
 from tensordict import TensorDictBase
 from torch import nn
 from torchrl.envs.utils import ExplorationType, set_exploration_type
@@ -73,7 +72,7 @@ def perturb(
 def decide(
     policy: nn.Module, row: TensorDictBase, meta: SuiteMeta, kind: Perturbation
 ) -> torch.Tensor:
-    """Return the chunk ``[1, H, A]`` that ``policy`` chooses in the single state ``row`` ``[1]``."""
+    """Return the chunk ``[1, H, A]`` that ``policy`` chooses in the one state ``row`` ``[1]``."""
     seed = int(row[schema.INIT_STATE_ID]) * 1009 + int(row[schema.DECISION])
     generator = torch.Generator().manual_seed(seed)
     with torch.random.fork_rng(devices=[]), torch.no_grad():
@@ -178,14 +177,10 @@ def summarise(results: Sequence[EpisodeResult], meta: SuiteMeta) -> dict[str, An
 
 def fingerprint() -> dict[str, str]:
     """Return versions that a result depends on."""
-    import os
-
+    packages = ("torch", "torchrl", "tensordict", "mujoco", "torchrl_vla")
     return {
         "python": platform.python_version(),
-        "torch": torch.__version__,
-        "torchrl": torchrl.__version__,
-        "tensordict": tensordict.__version__,
-        "mujoco": mujoco.__version__,
+        **{name: version(name) for name in packages},
         "gl": os.environ.get("MUJOCO_GL", "unset"),
     }
 

@@ -11,6 +11,7 @@ Every collective must be entered by all ranks in the same order.
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -23,6 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 _RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 _MASTER = ("MASTER_ADDR", "MASTER_PORT")
 T = TypeVar("T")
+_DRAIN_SECONDS = 0.1
 TEN_MINUTES = timedelta(minutes=10)
 
 
@@ -102,8 +104,14 @@ class Topology:
 
     def stop(self) -> None:
         """Leave the process group; nothing collective works after it. Safe to call twice."""
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        if not dist.is_initialized():
+            return
+        dist.destroy_process_group()
+        if self.device.type == "cpu":
+            # gloo's threads outlive the group and drop the tensors of the last collective a moment
+            # after it returned, for which they need the interpreter. A process that ends in
+            # between aborts with signal 6 (pytorch/pytorch#179291). No call waits for them.
+            time.sleep(_DRAIN_SECONDS)
 
 
 def start(
@@ -220,3 +228,8 @@ def _mesh(device: torch.device, world_size: int, replicate: int, timeout: timede
     for dim in ("replicate", "shard"):
         dist.set_timeout(timeout, mesh.get_group(dim))
     return mesh
+
+
+def under_torchrun() -> bool:
+    """Whether an elastic agent (torchrun) started this process."""
+    return "TORCHELASTIC_RUN_ID" in os.environ

@@ -67,3 +67,14 @@ class Simulators(Protocol):
 
     def close(self) -> None:
         """Free render contexts. Idempotent."""
+
+
+class Suite(Protocol):
+    """A task suite as a picklable description: build simulators in whichever process needs them."""
+
+    meta: SuiteMeta
+    splits: dict[str, range]
+    """Initial-state ids by purpose: at least ``"train"`` and ``"eval"``; they never overlap."""
+
+    def simulators(self, num_envs: int) -> Simulators:
+        """Build ``num_envs`` simulators in this process."""

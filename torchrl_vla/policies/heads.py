@@ -9,9 +9,10 @@ from __future__ import annotations
 import torch
 from tensordict.nn import InteractionType, TensorDictModule
 from torch import nn
-from torchrl.modules import ProbabilisticActor, TanhNormal
+from torchrl.modules import ProbabilisticActor
 
 from torchrl_vla import schema
+from torchrl_vla.policies.distributions import ChunkTanhNormal
 
 
 def mlp(in_dim: int, hidden: int, out_dim: int, *, layers: int = 2) -> nn.Sequential:
@@ -34,14 +35,16 @@ class TokenHead(nn.Module):
     def __init__(self, width: int, action_dim: int, num_bins: int) -> None:
         super().__init__()
         self.linear = nn.Linear(width, action_dim * num_bins)
-        self.action_dim = action_dim
         # Near-uniform at the start: the first policy is as random as the bins allow.
         nn.init.normal_(self.linear.weight, std=0.01)
         nn.init.zeros_(self.linear.bias)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Map ``[B, H, d]`` to logits ``[B, H, A, V]``."""
-        return self.linear(hidden).unflatten(-1, (self.action_dim, -1))
+        """Map ``[B, H, d]`` to logits ``[B, H, A * V]``; the policy splits the last axis.
+
+        FSDP2 hooks the outputs of a sharded module, which must not be views.
+        """
+        return self.linear(hidden)
 
 
 class GaussianHead(nn.Module):
@@ -107,7 +110,6 @@ def chunk_actor(head: GaussianHead) -> ProbabilisticActor:
         TensorDictModule(head, in_keys=["features"], out_keys=["loc", "scale"]),
         in_keys=["loc", "scale"],
         out_keys=[schema.CHUNK],
-        distribution_class=TanhNormal,
-        distribution_kwargs={"low": -1.0, "high": 1.0, "event_dims": 2, "tanh_loc": False},
+        distribution_class=ChunkTanhNormal,
         default_interaction_type=InteractionType.RANDOM,
     )

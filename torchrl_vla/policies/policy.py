@@ -47,6 +47,7 @@ class Observer(nn.Module):
     ) -> None:
         super().__init__()
         self.model = model
+        self.vocabulary = tuple(vocabulary)
         length = max(len(text.split()) for text in instructions)
         table = tokenize(instructions, vocabulary, length)
         self.register_buffer("instruction_table", table, persistent=False)
@@ -117,7 +118,10 @@ class TokenPolicy(VLAWrapperBase):
 
     def _action_logits(self, tensordict: TensorDictBase) -> torch.Tensor:
         """Return float32 logits ``[*, H, A, V]``, divided by the temperature."""
-        return self.model(tensordict, ("logits",))["logits"].float() / self.temperature
+        return self.unscaled_logits(tensordict) / self.temperature
+
+    def _split(self, logits: torch.Tensor) -> torch.Tensor:
+        return logits.float().unflatten(-1, (self.action_dim, self.vocab_size))
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Choose actions: writes chunk, tokens, log-probs and the state value into ``tensordict``.
@@ -126,7 +130,7 @@ class TokenPolicy(VLAWrapperBase):
         of the most likely bins and must not be trained on.
         """
         out = self.model(tensordict, ("logits", "value"))
-        logits = out["logits"].float() / self.temperature
+        logits = self._split(out["logits"]) / self.temperature
         log_probs = logits.log_softmax(-1)
         sample = is_random() or self.eval_decode == "sample"
         if sample:
@@ -146,7 +150,7 @@ class TokenPolicy(VLAWrapperBase):
 
     def unscaled_logits(self, tensordict: TensorDictBase) -> torch.Tensor:
         """Return float32 logits ``[*, H, A, V]`` before the temperature, for cloning."""
-        return self.model(tensordict, ("logits",))["logits"].float()
+        return self._split(self.model(tensordict, ("logits",))["logits"])
 
     def score(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Write logits ``[*, H, A, V]`` and value ``[*, 1]`` from one trunk pass.
@@ -155,13 +159,17 @@ class TokenPolicy(VLAWrapperBase):
         loss share the pass.
         """
         out = self.model(tensordict, ("logits", "value"))
-        tensordict.set(LOGITS, out["logits"].float() / self.temperature)
+        tensordict.set(LOGITS, self._split(out["logits"]) / self.temperature)
         tensordict.set(VALUE, out["value"])
         return tensordict
 
     def value(self, tensordict: TensorDictBase) -> torch.Tensor:
         """Return the state value, float32 ``[*, 1]``."""
         return self.model(tensordict, ("value",))["value"]
+
+    def parts(self) -> dict[str, nn.Module]:
+        """Return the modules that a weights file holds, by name."""
+        return {"model": self.model.model}
 
 
 class GaussianPolicy(TensorDictModuleBase):
@@ -197,6 +205,10 @@ class GaussianPolicy(TensorDictModuleBase):
         if features is None:
             features = self.features(tensordict)
         return self.actor[0].module(features)
+
+    def parts(self) -> dict[str, nn.Module]:
+        """Return the modules that a weights file holds, by name."""
+        return {"model": self.model.model, "gaussian": self.actor[0].module}
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Choose actions: writes the chunk ``[*, H, A]`` into ``tensordict``."""

@@ -182,7 +182,7 @@ class TinyModel(nn.Module):
             image: uint8 ``[B, K, 3, h, w]``.
             state: float32 ``[B, S]``, SI units.
             words: int64 ``[B, L]``, 0 is padding.
-            outputs: any of ``"logits"`` ``[B, H, A, V]``, ``"value"`` ``[B, 1]``,
+            outputs: any of ``"logits"`` ``[B, H, A * V]``, ``"value"`` ``[B, 1]``,
                 ``"features"`` ``[B, F]``, ``"position"`` ``[B, 1 + H, 4]`` (named block x, y and
                 the same relative to the gripper, in units of 0.1 m; one estimate per output token).
 

@@ -10,7 +10,13 @@ from torchrl_vla.envs.gl import OffscreenRenderer, import_mujoco
 from torchrl_vla.envs.simulator import SimulationError, StepOutcome, SuiteMeta
 from torchrl_vla.envs.tabletop import scene
 from torchrl_vla.envs.tabletop.expert import MAX_DELTA, ExpertView, expert_action
-from torchrl_vla.envs.tabletop.tasks import INSTRUCTIONS, TASKS, evaluate, initial_state
+from torchrl_vla.envs.tabletop.tasks import (
+    INSTRUCTIONS,
+    SPLITS,
+    TASKS,
+    evaluate,
+    initial_state,
+)
 
 mujoco = import_mujoco()
 
@@ -249,3 +255,22 @@ class Tabletop:
         if self._film is not None:
             self._film[1].close()
             self._film = None
+
+
+class TabletopSuite:
+    """The suite as a picklable description (see ``Suite``); arguments as :class:`Tabletop`."""
+
+    splits = SPLITS
+
+    def __init__(
+        self,
+        image_size: int = 64,
+        second_camera: bool = False,
+        render_quality: Literal["fast", "high"] = "fast",
+    ) -> None:
+        self.meta = suite_meta(image_size, second_camera)
+        self._config = (image_size, second_camera, render_quality)
+
+    def simulators(self, num_envs: int) -> Tabletop:
+        """Build ``num_envs`` simulators in this process."""
+        return Tabletop(num_envs, *self._config)

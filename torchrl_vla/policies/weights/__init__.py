@@ -38,7 +38,7 @@ def read_header(path: Path) -> dict[str, object]:
 
 
 def load_weights(path: Path, *, vocabulary: Sequence[str], **modules: nn.Module) -> None:
-    """Load ``modules`` from ``path``, strictly.
+    """Load ``modules`` from ``path``, strictly; without a ``gaussian`` part that head stays fresh.
 
     Raises:
         FileNotFoundError: no such file.
@@ -54,6 +54,8 @@ def load_weights(path: Path, *, vocabulary: Sequence[str], **modules: nn.Module)
     with safe_open(path, "pt") as file:
         stored = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
     for name, module in modules.items():
+        if name == "gaussian" and not any(key.startswith("gaussian.") for key in stored):
+            continue  # written before a Gaussian head was trained
         own = module.state_dict()
         part = {
             k.removeprefix(f"{name}."): v for k, v in stored.items() if k.startswith(f"{name}.")

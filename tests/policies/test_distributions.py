@@ -8,7 +8,7 @@ from torchrl.data import Bounded
 from torchrl.modules import ProbabilisticActor, TanhNormal, ValueOperator
 from torchrl.objectives import SACLoss
 
-from torchrl_vla.objectives.distributions import ChunkTanhNormal
+from torchrl_vla.policies.distributions import ChunkTanhNormal
 
 BOTH = pytest.mark.parametrize("cls", [TanhNormal, ChunkTanhNormal])
 

@@ -1,0 +1,228 @@
+"""Supervised stages: ground the tiny VLA on labels, clone the expert. Not reinforcement learning.
+
+make data ──▶ for update in updates: draw a minibatch ──▶ learner.update ──▶ look, save
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+from torch import nn
+
+from torchrl_vla import schema
+from torchrl_vla.actors import behaviour_copy
+from torchrl_vla.data import demonstrations, grounding
+from torchrl_vla.learner import Learner, ParameterGroup
+from torchrl_vla.loops.run import Run
+from torchrl_vla.objectives.supervised import GroundingObjective
+from torchrl_vla.policies.shard import full_weights, shard
+from torchrl_vla.policies.weights import load_weights, save_weights
+
+
+def warm_up_and_decay(updates: int, warm_up: int) -> Callable[[int], float]:
+    """Return the learning-rate factor by update: linear warm-up, then linear decay to 2 %."""
+    return lambda update: min(1.0, (update + 1) / warm_up) * max(0.02, 1.0 - update / updates)
+
+
+def demonstration_ids(run: Run, episodes: int) -> range:
+    """Return the initial states that demonstrations start from."""
+    first = run.suite.splits["demo"].start
+    return range(first, first + episodes)
+
+
+def _fit(
+    run: Run, learner: Learner, draw: Callable[[torch.Generator], TensorDict], updates: int
+) -> None:
+    generator = torch.Generator().manual_seed(1 + run.topology.rank)
+    for update in range(updates):
+        metrics = learner.update(draw(generator))
+        run.counters["updates"] += 1
+        if update % 20 == 19 or update == updates - 1:
+            run.record(metrics)
+        if run.finished():
+            break
+
+
+def train_grounding(
+    run: Run,
+    *,
+    make_policy: Callable[..., nn.Module],
+    seed: int,
+    scenes: int,
+    held_out: int,
+    updates: int,
+    batch_size: int,
+    lr: float,
+    warm_up: int,
+    max_error_cm: float,
+) -> dict[str, float]:
+    """Regress where the named block is (privileged labels; stands in for a VLM's grounding).
+
+    Raises:
+        RuntimeError: the held-out error is above ``max_error_cm`` at the end.
+    """
+    torch.manual_seed(seed)
+    simulators = run.suite.simulators(1)
+    first = run.suite.splits["ground"].start
+    train = grounding.render_scenes(simulators, range(first, first + scenes), seed=seed)
+    start = first + 10 * scenes
+    test = grounding.render_scenes(simulators, range(start, start + held_out), seed=seed + 1)
+    policy = make_policy(run.suite.meta)
+    model = policy.model.model
+    model.state_mean.copy_(train[schema.STATE].mean(0))
+    model.state_std.copy_(train[schema.STATE].std(0).clamp_min(1e-3))
+    shard(model, run.topology.mesh, blocks=[type(model.blocks[0])])
+    objective = GroundingObjective(
+        lambda batch: policy.model(batch, ("position",))["position"],
+        grounding.POSITION,
+        grounding.UNIT,
+    )
+    untouched = ("token_head", "value_head")
+    params = [p for name, p in model.named_parameters() if not name.startswith(untouched)]
+    learner = Learner(
+        objective,
+        [ParameterGroup("policy", params, lr, max_grad_norm=1.0, weight_decay=0.01)],
+        run.topology,
+        sharded=[model],
+        schedule=warm_up_and_decay(updates, warm_up),
+    )
+    num_tasks = len(run.suite.meta.instructions)
+
+    def draw(generator: torch.Generator) -> TensorDict:
+        index = torch.randint(len(train), (batch_size,), generator=generator)
+        task_id = torch.randint(num_tasks, (batch_size, 1), generator=generator)
+        return grounding.label(train[index], task_id, simulators.named_block)
+
+    _fit(run, learner, draw, updates)
+    labelled = grounding.label(test, test[schema.TASK_ID], simulators.named_block)
+    with torch.no_grad():
+        held = objective(labelled, {"scenes": torch.tensor(len(labelled))})
+    error = 100 * float(held["position_error_m"])
+    run.save({"modules": {"policy": policy}})
+    recipe = {"stage": "ground", "seed": seed, "held_out_error_cm": round(error, 3)}
+    export(run, policy, make_policy, recipe)
+    if run.log is not None:
+        print(f"grounding: held-out error {error:.2f} cm over {len(test)} scenes", flush=True)
+    if error > max_error_cm:
+        raise RuntimeError(f"held-out error is {error:.2f} cm, the bar is {max_error_cm} cm")
+    return {"held_out_error_cm": error}
+
+
+def train_cloning(
+    run: Run,
+    *,
+    make_policy: Callable[..., nn.Module],
+    objective: Callable[[nn.Module], Any],
+    seed: int,
+    demonstrations_per_task: int,
+    noise: float,
+    epochs: int,
+    batch_size: int,
+    lr: float,
+    warm_up: int,
+    trainable: str,
+) -> dict[str, float]:
+    """Clone the scripted expert from the policy's current weights.
+
+    Args:
+        run: the run.
+        make_policy: builds the policy.
+        objective: builds the objective on the policy.
+        seed: seed of initialisation, noise and draws.
+        demonstrations_per_task: episodes per kind of task (first word of the instruction).
+        noise: action noise of the recorded expert.
+        epochs: passes over the samples.
+        batch_size: samples per update on this rank.
+        lr: learning rate at its peak.
+        warm_up: updates of linear warm-up.
+        trainable: ``"all"``, or ``"head"`` for the Gaussian head on a frozen trunk.
+    """
+    torch.manual_seed(seed)
+    simulators = run.suite.simulators(1)
+    ids = balanced_ids(run, demonstrations_per_task)
+    episodes = demonstrations.record(simulators, ids, noise=noise, seed=seed)
+    samples = demonstrations.cloning_samples(episodes, run.chunk_size)
+    policy = make_policy(run.suite.meta)
+    model = policy.model.model
+    if trainable == "head":
+        with torch.no_grad():
+            samples["features"] = policy.features(samples)
+        params, sharded = list(policy.actor.parameters()), []
+    else:
+        shard(model, run.topology.mesh, blocks=[type(model.blocks[0])])
+        untouched = ("ground_head", "value_head")
+        params = [p for name, p in model.named_parameters() if not name.startswith(untouched)]
+        sharded = [model]
+    updates = epochs * (len(samples) // batch_size)
+    learner = Learner(
+        objective(policy),
+        [ParameterGroup("policy", params, lr, max_grad_norm=1.0, weight_decay=0.01)],
+        run.topology,
+        sharded=sharded,
+        schedule=warm_up_and_decay(updates, warm_up),
+    )
+    order = torch.zeros(0, dtype=torch.int64)
+
+    def draw(generator: torch.Generator) -> TensorDict:
+        nonlocal order
+        if len(order) < batch_size:
+            order = torch.randperm(len(samples), generator=generator)
+        index, order = order[:batch_size], order[batch_size:]
+        return samples[index]
+
+    _fit(run, learner, draw, updates)
+    recipe = {"stage": "bc", "trainable": trainable, "seed": seed, "episodes": len(episodes)}
+    whole = export(run, policy, make_policy, recipe)
+    metrics = run.evaluate(whole, final=True)
+    run.counters["updates"] += 1
+    run.record(metrics)
+    run.save({"modules": {"policy": policy}})
+    run.finish(whole)
+    return metrics
+
+
+def balanced_ids(run: Run, per_kind: int) -> list[int]:
+    """Return demonstration ids with ``per_kind`` episodes of each first word of the instruction."""
+    simulators = run.suite.simulators(1)
+    counts: dict[str, int] = {}
+    kinds = {text.split()[0] for text in run.suite.meta.instructions}
+    ids: list[int] = []
+    for init_state_id in run.suite.splits["demo"]:
+        simulators.reset(0, init_state_id)
+        kind = run.suite.meta.instructions[simulators.task_id(0)].split()[0]
+        if counts.get(kind, 0) < per_kind:
+            counts[kind] = counts.get(kind, 0) + 1
+            ids.append(init_state_id)
+        if len(ids) == per_kind * len(kinds):
+            return ids
+    raise RuntimeError("the demonstration split ran out of initial states")
+
+
+def export(
+    run: Run, policy: nn.Module, make_policy: Callable[..., nn.Module], recipe: dict[str, Any]
+) -> nn.Module:
+    """Write the whole policy as ``policy.safetensors`` into the run's folder; collective.
+
+    Weights are rounded to bfloat16 in the file, which halves it.
+
+    Returns:
+        The policy as it will load from that file, unsharded.
+    """
+    weights = full_weights(policy)
+    whole = behaviour_copy(partial(make_policy, run.suite.meta), weights)
+    path = run.folder / "policy.safetensors"
+    if run.topology.is_main:
+        save_weights(
+            path,
+            modules=whole.parts(),
+            vocabulary=whole.model.vocabulary,
+            recipe=recipe,
+            dtype=torch.bfloat16,
+        )
+    run.topology.barrier()
+    load_weights(path, vocabulary=whole.model.vocabulary, **whole.parts())
+    return whole

@@ -1,0 +1,292 @@
+"""Off-policy training: actors write the replay while the learner samples it.
+
+    actors ──transitions──▶ replay (memmap) ──minibatch──▶ learner.update
+       ▲        paced: updates ≈ ratio × decisions, bounded both ways      │
+       └──────────────── publish every few updates ◀──────────────────────┘
+
+Neither side runs away: the learner waits when it has updated enough for the data there is, and the
+actors are asked for more only while the learner keeps up. Both waits are metrics.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase
+from torch import nn
+from torchrl.data import TensorDictReplayBuffer
+
+from torchrl_vla import schema
+from torchrl_vla.actors import Actors, ActorSettings, load_full_weights, start_actors
+from torchrl_vla.data import demonstrations
+from torchrl_vla.learner import Learner, ParameterGroup
+from torchrl_vla.loops.on_policy import positions_of
+from torchrl_vla.loops.run import Run
+from torchrl_vla.metrics import TRAIN_SUCCESS, WAIT_ACTORS, WAIT_LEARNER, Stopwatch
+from torchrl_vla.policies.heads import QHead
+from torchrl_vla.policies.shard import full_weights, shard
+from torchrl_vla.replay import ReplayFeed, make_replay
+
+
+@dataclass(frozen=True)
+class ReplaySettings:
+    """What the learner samples from."""
+
+    capacity: int
+    batch_size: int
+    """Rows per update, on this rank."""
+    demonstration_share: float
+    """Share of every minibatch that comes from demonstrations."""
+    demonstration_episodes: int
+    demonstration_noise: float
+    """Action noise of the recorded expert."""
+    min_decisions: int
+    """Decisions in the replay before the first update."""
+
+
+@dataclass(frozen=True)
+class PaceSettings:
+    """How updates and decisions keep step."""
+
+    updates_per_decision: float
+    slack_decisions: int
+    """Decisions that actors may be ahead of what the learner has used."""
+    publish_updates: int
+    """Updates between publishes."""
+
+    def __post_init__(self) -> None:
+        for name in ("updates_per_decision", "slack_decisions", "publish_updates"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"pace.{name} is {getattr(self, name)}; it must be above 0")
+
+
+@dataclass(frozen=True)
+class UpdateSettings:
+    """Optimizers of actor, critic and entropy coefficient."""
+
+    lr: float
+    critic_lr: float
+    alpha_lr: float
+    max_grad_norm: float
+    trunk_lr: float = 0.0
+    """0: the trunk is frozen and its features are cached; above: the critic trains it."""
+    q_heads: int = 2
+    micro_batch_size: int | None = None
+
+
+def train(
+    run: Run,
+    *,
+    make_policy: Callable[..., nn.Module],
+    objective: Callable[..., Any],
+    actors: ActorSettings,
+    replay: ReplaySettings,
+    pace: PaceSettings,
+    updates: UpdateSettings,
+    seed: int,
+    gamma: float,
+    resume: bool,
+) -> None:
+    """Train until the run's budget is spent; arguments as in ``loops/on_policy.py``."""
+    rank = run.topology.rank
+    build = partial(make_policy, run.suite.meta)
+    torch.manual_seed(seed)
+    policy, evaluated = build(), build()
+    learner, goal = make_learner(run, policy, objective, updates, gamma)
+    torch.manual_seed(seed * 1000 + rank)
+    state = {
+        "modules": {"policy": policy, "critic": goal.critic},
+        "optimizers": {"learner": (learner.optimizer, [policy, goal.critic])},
+    }
+    loaded = run.resume(state) if resume else None
+    if loaded is not None:
+        learner.updates = goal.updates = run.counters["updates"]
+    buffer = make_replay(run.folder / "replay" / f"rank-{rank}-{learner.updates}", replay.capacity)
+    feed = make_feed(
+        run, policy, buffer, replay, frozen=not updates.trunk_lr, seed=seed, gamma=gamma
+    )
+    workers = start_actors(
+        run.suite,
+        build,
+        actors,
+        chunk_size=run.chunk_size,
+        gamma=gamma,
+        seed=seed,
+        rank=rank,
+        folder=run.folder / "actors" / f"rank-{rank}",
+        positions=positions_of(loaded),
+        attempt=learner.updates,
+        replay=buffer,
+    )
+
+    def publish() -> None:
+        weights = full_weights(policy)
+        load_full_weights(evaluated, weights)
+        workers.publish(weights, run.counters["version"])
+
+    watch, recent = Stopwatch(), Recent(deque(maxlen=200))
+    with workers:
+        publish()
+        if not run.history:
+            run.record(run.evaluate(evaluated, final=True))
+        pacer = Pacer(pace, actors.envs_per_worker * actors.decisions_per_env, replay.min_decisions)
+        while True:
+            metrics: dict[str, float] = {}
+            for _ in range(pace.publish_updates):
+                drain(workers, feed, recent, pacer, watch)
+                metrics = learner.update(feed.sample())
+                pacer.updates += 1
+            run.count(*recent.pop(), updates=learner.updates)
+            publish()
+            metrics |= recent.metrics() | watch.pop_shares()
+            metrics |= {WAIT_LEARNER: workers.idle_share(), "replay/rows": float(len(feed))}
+            over = run.finished()
+            if over or run.evaluation_due():
+                metrics |= run.evaluate(evaluated, final=over)
+            run.record(metrics)
+            if over or run.save_due():
+                run.save(state | {"rank_json": workers.positions()})
+            if over:
+                break
+    run.finish(evaluated)
+
+
+@dataclass
+class Pacer:
+    """Keeps ``updates ≈ ratio × decisions``: two predicates, one for each side."""
+
+    settings: PaceSettings
+    batch: int
+    """Decisions that one request brings."""
+    min_decisions: int
+    updates: int = 0
+    decisions: int = 0
+
+    def may_update(self) -> bool:
+        """Whether the data so far allows one more update."""
+        enough = self.decisions >= self.min_decisions
+        return enough and self.updates < self.settings.updates_per_decision * self.decisions
+
+    def may_request(self, pending: int) -> bool:
+        """Whether actors may collect one more batch beyond ``pending`` ones."""
+        used = max(self.updates / self.settings.updates_per_decision, self.min_decisions)
+        return self.decisions + pending * self.batch < used + self.settings.slack_decisions
+
+
+@dataclass
+class Recent:
+    """What actors did lately: counts since the last report, success of the last episodes."""
+
+    outcomes: deque[bool]
+    env_steps: int = 0
+    decisions: int = 0
+    episodes: int = 0
+
+    def add(self, rows: TensorDictBase) -> None:
+        """Take in newly committed transitions."""
+        done = rows[schema.DONE]
+        self.env_steps += int(rows[schema.NUM_EXECUTED].sum())
+        self.decisions += len(rows)
+        self.episodes += int(done.sum())
+        self.outcomes.extend(rows[schema.SUCCESS][done].tolist())
+
+    def pop(self) -> tuple[int, int, int]:
+        """Return ``(env_steps, decisions, episodes)`` since the last call."""
+        counts = self.env_steps, self.decisions, self.episodes
+        self.env_steps = self.decisions = self.episodes = 0
+        return counts
+
+    def metrics(self) -> dict[str, float]:
+        """Return the success rate of the last episodes."""
+        outcomes = self.outcomes
+        return {TRAIN_SUCCESS: sum(outcomes) / len(outcomes) if outcomes else float("nan")}
+
+
+def drain(
+    workers: Actors, feed: ReplayFeed, recent: Recent, pacer: Pacer, watch: Stopwatch
+) -> None:
+    """Take in what actors committed; wait for them only if no update is allowed yet."""
+    while True:
+        while pacer.may_request(workers.pending):
+            workers.request()
+        while workers.pending and workers.receive(wait=False):
+            pass
+        rows = feed.absorb()
+        if rows is not None:
+            pacer.decisions += len(rows)
+            recent.add(rows)
+        if pacer.may_update():
+            return
+        if rows is None:
+            with watch.wait(WAIT_ACTORS):
+                workers.receive()
+
+
+def make_feed(
+    run: Run,
+    policy: nn.Module,
+    buffer: TensorDictReplayBuffer,
+    settings: ReplaySettings,
+    *,
+    frozen: bool,
+    seed: int,
+    gamma: float,
+) -> ReplayFeed:
+    """Record the demonstrations and join them with the actors' buffer."""
+    recorded = None
+    if settings.demonstration_share:
+        first = run.suite.splits["demo"].start
+        ids = range(first, first + settings.demonstration_episodes)
+        episodes = demonstrations.record(
+            run.suite.simulators(1), ids, noise=settings.demonstration_noise, seed=seed
+        )
+        recorded = demonstrations.decision_transitions(episodes, run.chunk_size, gamma)
+    return ReplayFeed(
+        buffer,
+        capacity=settings.capacity,
+        demonstrations=recorded,
+        batch_size=settings.batch_size,
+        demonstration_share=settings.demonstration_share,
+        encode=policy.features if frozen else None,
+        seed=seed * 1000 + run.topology.rank,
+    )
+
+
+def make_learner(
+    run: Run,
+    policy: nn.Module,
+    objective: Callable[..., Any],
+    settings: UpdateSettings,
+    gamma: float,
+) -> tuple[Learner, Any]:
+    """Shard the trunk, build critics, objective and learner."""
+    model, meta = policy.model.model, run.suite.meta
+    shard(model, run.topology.mesh, blocks=[type(model.blocks[0])])
+    heads = [
+        QHead(model.feature_dim, run.chunk_size, meta.action_dim) for _ in range(settings.q_heads)
+    ]
+    goal = objective(policy.actor, heads, policy.features, gamma=gamma)
+    limit = settings.max_grad_norm
+    groups = [
+        ParameterGroup("actor", list(policy.actor.parameters()), settings.lr, limit),
+        ParameterGroup("critic", goal.critic_parameters, settings.critic_lr, limit),
+        ParameterGroup("alpha", goal.alpha_parameters, settings.alpha_lr),
+    ]
+    if settings.trunk_lr:
+        idle = ("token_head", "value_head", "ground_head")
+        trunk = [p for name, p in model.named_parameters() if not name.startswith(idle)]
+        groups.append(ParameterGroup("trunk", trunk, settings.trunk_lr, limit))
+    learner = Learner(
+        goal,
+        groups,
+        run.topology,
+        sharded=[model] if settings.trunk_lr else [],
+        micro_batch_size=settings.micro_batch_size,
+        after_step=goal.after_step,
+    )
+    return learner, goal

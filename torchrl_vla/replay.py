@@ -1,0 +1,153 @@
+"""What the off-policy learner draws from: the actors' transitions, demonstrations, their features.
+
+The buffer is TorchRL's, on memory-mapped files that the actors write; images are uint8. With a
+frozen trunk every observation is encoded once, when it arrives, and updates read the features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+from torchrl.data import LazyMemmapStorage, TensorDictReplayBuffer
+
+from torchrl_vla import schema
+
+FEATURES = "features"
+SMALL = (
+    schema.CHUNK,
+    schema.POLICY_VERSION,
+    schema.REWARD,
+    schema.DONE,
+    schema.TERMINATED,
+    schema.SUCCESS,
+    schema.EXECUTED_MASK,
+    schema.NUM_EXECUTED,
+)
+"""What an update on cached features needs besides them."""
+
+
+def make_replay(folder: Path, capacity: int) -> TensorDictReplayBuffer:
+    """Return a buffer shared between processes, on memory-mapped files under ``folder``.
+
+    Raises:
+        ValueError: ``capacity`` is below 1.
+        FileExistsError: ``folder`` holds something already; a run never mixes in old data.
+    """
+    if capacity < 1:
+        raise ValueError(f"replay capacity is {capacity}; it must be at least 1")
+    if folder.exists() and any(folder.iterdir()):
+        raise FileExistsError(f"{folder} is not empty; give the run a new folder or remove it")
+    storage = LazyMemmapStorage(capacity, scratch_dir=folder)
+    return TensorDictReplayBuffer(storage=storage, shared=True)
+
+
+class ReplayFeed:
+    """Draws minibatches with a fixed share of demonstrations (RLPD, arXiv:2302.02948).
+
+    Args:
+        replay: the actors' buffer.
+        capacity: its size.
+        demonstrations: transitions ``[M]`` in the same layout, or ``None``.
+        batch_size: rows per minibatch, on this rank.
+        demonstration_share: share of the minibatch from demonstrations, in [0, 1].
+        encode: features of a batch of observations ``[B] -> [B, F]``; ``None`` to deliver images.
+        seed: seed of the draws.
+        encode_rows: rows encoded at once.
+
+    Raises:
+        ValueError: a setting is out of its range, or demonstrations are asked for and missing.
+    """
+
+    def __init__(
+        self,
+        replay: TensorDictReplayBuffer,
+        *,
+        capacity: int,
+        demonstrations: TensorDict | None,
+        batch_size: int,
+        demonstration_share: float,
+        encode: Callable[[TensorDictBase], torch.Tensor] | None,
+        seed: int,
+        encode_rows: int = 128,
+    ) -> None:
+        if not 0 <= demonstration_share <= 1:
+            raise ValueError(f"demonstration_share is {demonstration_share}; use 0 to 1")
+        if demonstration_share and demonstrations is None:
+            raise ValueError("demonstration_share is above 0 but there are no demonstrations")
+        self.replay, self.capacity = replay, capacity
+        self.num_demonstrations = round(batch_size * demonstration_share)
+        self.num_online = batch_size - self.num_demonstrations
+        self.encode, self.encode_rows = encode, encode_rows
+        self.generator = torch.Generator().manual_seed(seed)
+        self.seen = 0
+        """Rows of the buffer that :meth:`absorb` has taken note of, since the start."""
+        self._table: TensorDict | None = None
+        self._demonstrations = None
+        if demonstrations is not None:
+            schema.check_transitions(demonstrations, where="demonstrations into the replay")
+            self._demonstrations = self._small(demonstrations) if encode else demonstrations
+
+    def __len__(self) -> int:
+        """Rows that can be drawn."""
+        return min(self.seen, self.capacity)
+
+    def absorb(self) -> TensorDictBase | None:
+        """Take note of the rows that actors committed since the last call.
+
+        Returns:
+            Those rows (at most ``capacity``), or ``None`` if there are none.
+        """
+        written = int(self.replay.write_count)
+        if written == self.seen:
+            return None
+        index = torch.arange(max(self.seen, written - self.capacity), written) % self.capacity
+        rows = self.replay[index]
+        if self.seen == 0:
+            schema.check_transitions(rows, where="actors into the replay")
+        if self.encode is not None:
+            small = self._small(rows)
+            if self._table is None:
+                self._table = small[:1].expand(self.capacity).clone().zero_()
+            self._table[index] = small
+        self.seen = written
+        return rows
+
+    def sample(self) -> TensorDict:
+        """Return one minibatch, online rows first, drawn uniformly with replacement.
+
+        Raises:
+            RuntimeError: no online row has arrived yet.
+        """
+        parts = []
+        if self.num_online:
+            if not len(self):
+                raise RuntimeError("the replay is empty; wait for the actors' first transitions")
+            index = torch.randint(len(self), (self.num_online,), generator=self.generator)
+            parts.append(self._take(index))
+        if self.num_demonstrations:
+            size = len(self._demonstrations)
+            index = torch.randint(size, (self.num_demonstrations,), generator=self.generator)
+            parts.append(self._demonstrations[index])
+        keys = set.intersection(*(set(part.keys(True, True)) for part in parts))
+        return torch.cat([part.select(*keys) for part in parts])
+
+    def _take(self, index: torch.Tensor) -> TensorDictBase:
+        if self._table is not None:
+            return self._table[index]
+        return self.replay[index]
+
+    def _small(self, rows: TensorDictBase) -> TensorDict:
+        out = rows.select(*SMALL).clone()
+        out[FEATURES] = self._encode(rows)
+        following = rows["next"].select("observation")
+        following[schema.TASK_ID] = rows[schema.TASK_ID]
+        out["next", FEATURES] = self._encode(following)
+        return out
+
+    @torch.no_grad()
+    def _encode(self, rows: TensorDictBase) -> torch.Tensor:
+        assert self.encode is not None
+        return torch.cat([self.encode(part) for part in rows.split(self.encode_rows)])
