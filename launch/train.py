@@ -15,6 +15,7 @@ from pathlib import Path
 
 from torchrl_vla.envs.gl import choose_backend
 
+os.environ.setdefault("RL_LOGGING_LEVEL", "WARNING")  # TorchRL's own log; actors inherit it
 try:
     choose_backend()  # before anything imports mujoco
 except RuntimeError as error:

@@ -102,6 +102,18 @@ class _BetweenDecisions(WeightStrategy):
             super().apply_weights(destination, weights, inplace=inplace)
 
 
+class _AsyncCollector(MultiAsyncCollector):
+    """Has room for every worker's announcement.
+
+    TorchRL's queue holds one: another worker's announcement fails after a second, and that worker
+    then collects again although nobody asked, so actors would run away from a waiting learner.
+    """
+
+    @property
+    def _queue_len(self) -> int:
+        return self.num_workers
+
+
 class Heartbeat:
     """Writes a worker's counters to its line of the board after every decision.
 
@@ -270,7 +282,7 @@ class Actors:
         board = folder / "board.bin"
         board.unlink(missing_ok=True)
         self.board = open_board(board, num_workers)
-        self._idle_mark = time.monotonic(), 0.0
+        self._started = time.monotonic()
         self.num_workers, self.timeout, self.asynchronous = num_workers, timeout, replay is not None
         env_fns = [
             partial(
@@ -285,7 +297,7 @@ class Actors:
         ]
         scheme = MultiProcessWeightSyncScheme(strategy="tensordict", sync=True)
         scheme.strategy = _BetweenDecisions()
-        kind = MultiAsyncCollector if self.asynchronous else MultiSyncCollector
+        kind = _AsyncCollector if self.asynchronous else MultiSyncCollector
         extra = {} if self.asynchronous else {"cat_results": 0}
         self.collector = kind(
             env_fns,
@@ -377,11 +389,9 @@ class Actors:
         return {"positions": self.board["position"].tolist()}
 
     def idle_share(self) -> float:
-        """Return the share of time that workers waited to be asked, since the last call."""
-        now, idle = time.monotonic(), float(self.board["idle"].sum())
-        since, before = self._idle_mark
-        self._idle_mark = now, idle
-        return (idle - before) / max(now - since, 1e-9) / self.num_workers
+        """Return the share of the time since the start that workers waited to be asked."""
+        elapsed = time.monotonic() - self._started
+        return float(self.board["idle"].sum()) / (elapsed * self.num_workers)
 
     def counts(self) -> ActorCounts:
         """Return totals over the workers."""

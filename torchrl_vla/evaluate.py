@@ -39,7 +39,7 @@ class EpisodeResult:
     task_id: int
     success: bool
     outcome: str
-    """``"success"``, ``"failure"`` (terminated), ``"time out"`` or ``"sim error"``."""
+    """``"success"``, ``"failure"``, ``"time out"`` (all control steps used) or ``"sim error"``."""
     env_steps: int
 
 
@@ -124,20 +124,20 @@ def run_episodes(
                     continue  # a simulator that had no initial state left
                 steps[episode] = steps.get(episode, 0) + int(row[schema.NUM_EXECUTED])
                 if bool(row[schema.DONE]):
-                    results[episode] = _result(row, steps[episode])
+                    results[episode] = _result(row, steps[episode], env.max_steps)
                     if on_episode is not None:
                         on_episode(results[episode])
     return [results[i] for i in range(len(init_state_ids))]
 
 
-def _result(row: TensorDictBase, env_steps: int) -> EpisodeResult:
+def _result(row: TensorDictBase, env_steps: int, max_steps: int) -> EpisodeResult:
     success = bool(row[schema.SUCCESS])
     if bool(row[schema.SIM_ERROR]):
         outcome = "sim error"
     elif success:
         outcome = "success"
     else:
-        outcome = "failure" if bool(row[schema.TERMINATED]) else "time out"
+        outcome = "failure" if env_steps < max_steps else "time out"
     return EpisodeResult(
         int(row[schema.INIT_STATE_ID]), int(row[schema.TASK_ID]), success, outcome, env_steps
     )

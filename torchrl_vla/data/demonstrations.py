@@ -131,8 +131,13 @@ def cloning_samples(episodes: list[Episode], chunk_size: int) -> TensorDict:
     return out
 
 
-def decision_transitions(episodes: list[Episode], chunk_size: int, gamma: float) -> TensorDict:
+def decision_transitions(
+    episodes: list[Episode], chunk_size: int, gamma: float, *, stride: int = 1
+) -> TensorDict:
     """Return the episodes as decisions of ``H`` control steps, in the layout of the replay.
+
+    A decision starts every ``stride`` control steps: any state may be one in which a decision is
+    made, so overlapping chunks are as true as adjacent ones and there are ``H`` times as many.
 
     The actions are those that were executed. ``policy_version`` is -1: no policy chose them.
     Episode ids are negative, so they never meet an actor's.
@@ -140,7 +145,7 @@ def decision_transitions(episodes: list[Episode], chunk_size: int, gamma: float)
     rows = []
     for number, episode in enumerate(episodes):
         length = len(episode.executed)
-        for decision, t in enumerate(range(0, length, chunk_size)):
+        for decision, t in enumerate(range(0, length, stride)):
             chunk, mask = _chunk(episode.executed, t, chunk_size)
             end = min(t + chunk_size, length)
             row = TensorDict(batch_size=[])

@@ -132,6 +132,8 @@ class ChunkedEnv(EnvBase):
             raise ValueError(f"chunk_size is {chunk_size}; it must be at least 1")
         if not 0.0 < gamma <= 1.0:
             raise ValueError(f"gamma is {gamma}; it must be in (0, 1]")
+        if max_steps is not None and max_steps < 1:
+            raise ValueError(f"max_steps is {max_steps}; it must be at least 1")
         num_envs = simulators.num_envs
         super().__init__(device="cpu", batch_size=torch.Size([num_envs]))
         self.simulators = simulators

@@ -40,10 +40,7 @@ class TokenHead(nn.Module):
         nn.init.zeros_(self.linear.bias)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Map ``[B, H, d]`` to logits ``[B, H, A * V]``; the policy splits the last axis.
-
-        FSDP2 hooks the outputs of a sharded module, which must not be views.
-        """
+        """Map ``[B, H, d]`` to logits ``[B, H, A * V]``; the policy splits the last axis."""
         return self.linear(hidden)
 
 

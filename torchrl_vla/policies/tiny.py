@@ -200,7 +200,8 @@ class TinyModel(nn.Module):
             out["features"] = torch.cat([hidden.flatten(1), state], dim=-1)
         if "position" in outputs:
             out["position"] = self.ground_head(hidden).float()
-        return out
+        # FSDP2 hooks the outputs of a sharded module, which must not be views.
+        return {key: value.clone() for key, value in out.items()}
 
     def _trunk(self, image: torch.Tensor, state: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
         batch = image.shape[0]

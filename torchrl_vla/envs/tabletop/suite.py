@@ -21,7 +21,11 @@ from torchrl_vla.envs.tabletop.tasks import (
 mujoco = import_mujoco()
 
 MAX_STEPS = 48
-"""Control steps after which the environment truncates an episode."""
+"""Control steps in which a task must be solved: running out is a failure, and the state has a clock.
+
+A limit that the state shows is part of the task (Pardo et al. 2018, arXiv:1712.00378), so the last
+step is terminal; an environment that cuts earlier truncates, as always.
+"""
 _N = scene.N_GRIPPER_QPOS
 _BAD = [
     int(w)
@@ -42,7 +46,14 @@ def suite_meta(image_size: int = 64, second_camera: bool = False) -> SuiteMeta:
         task_names=tuple(task.kind for task in TASKS),
         cameras=scene.CAMERA_NAMES if second_camera else scene.CAMERA_NAMES[:1],
         image_size=image_size,
-        state_names=("ee_x [m]", "ee_y [m]", "ee_z [m]", "finger_left [m]", "finger_right [m]"),
+        state_names=(
+            "ee_x [m]",
+            "ee_y [m]",
+            "ee_z [m]",
+            "finger_left [m]",
+            "finger_right [m]",
+            "time used [fraction of the limit]",
+        ),
         action_names=(
             "dx of the target, 1 = 2 cm to the right",
             "dy of the target, 1 = 2 cm away from the camera",
@@ -101,6 +112,7 @@ class Tabletop:
         self._blocks = [q[_N:].reshape(3, 7)[:, :3] for q in self._qpos]
         self._start = np.zeros((num_envs, 3, 3))
         self._task_ids = [-1] * num_envs
+        self._steps = [0] * num_envs
         self._renderer: OffscreenRenderer | None = None
         self._film: tuple[int, OffscreenRenderer] | None = None
 
@@ -128,6 +140,7 @@ class Tabletop:
         data.qacc_warmstart[:] = 0.0
         self._start[index] = initial.positions
         self._task_ids[index] = initial.task_id
+        self._steps[index] = 0
 
     def task_id(self, index: int) -> int:
         """Index into ``meta.instructions`` of the running episode, 0..11.
@@ -171,7 +184,9 @@ class Tabletop:
         success, failure = evaluate(
             task, self._qpos[index][:3], self._blocks[index], self._start[index]
         )
-        return StepOutcome(float(success), success or failure, success)
+        self._steps[index] += 1
+        out_of_time = self._steps[index] >= MAX_STEPS
+        return StepOutcome(float(success), success or failure or out_of_time, success)
 
     def _check_finite(self, index: int) -> None:
         """Raise ``SimulationError`` if the physics of a simulator diverged; void the episode."""
@@ -186,8 +201,11 @@ class Tabletop:
         )
 
     def state(self, index: int) -> np.ndarray:
-        """Proprioception, float32 ``[5]``: tip x, y, z and two finger positions [m]."""
-        return self._qpos[index][:_N].astype(np.float32)
+        """Proprioception, float32 ``[6]``: tip x, y, z, two finger positions [m], time used."""
+        state = np.empty(_N + 1, np.float32)
+        state[:_N] = self._qpos[index][:_N]
+        state[_N] = self._steps[index] / MAX_STEPS
+        return state
 
     def expert_action(self, index: int) -> np.ndarray:
         """The scripted expert's next action, float32 ``[4]`` in [-1, 1]."""

@@ -156,15 +156,15 @@ def evaluate(
         ``(success, failure)``; at most one is true (failure wins).
     """
     c = task.colour
+    moved = blocks - start
+    squared = (moved * moved).sum(axis=1)
+    failure = bool(max(squared[c - 1], squared[c - 2]) > WRONG_MOVE_LIMIT**2)
     if task.kind == "reach":
         offset = blocks - tip
         offset[:, 2] += REACH_HEIGHT
         reached = (offset * offset).sum(axis=1) < REACH_RADIUS**2
-        failure = bool(reached.sum() > reached[c])
+        failure = failure or bool(reached.sum() > reached[c])
         return bool(reached[c]) and not failure, failure
-    moved = blocks - start
-    squared = (moved * moved).sum(axis=1)
-    failure = bool(max(squared[c - 1], squared[c - 2]) > WRONG_MOVE_LIMIT**2)
     if task.kind == "pick_up":
         return bool(blocks[c, 2] > LIFT_HEIGHT) and not failure, failure
     along = float(moved[c, 0]) * task.direction

@@ -1,0 +1,356 @@
+"""Actors as real processes: complete streams, exact versions, and no way to fail quietly.
+
+Run as a program (``__main__`` below), this file is the driver process that gets killed.
+"""
+
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from envs.counter import SPLITS, CounterSuite
+from tensordict import TensorDict
+from tensordict.nn import TensorDictModuleBase
+from torch import nn
+
+from torchrl_vla import schema
+from torchrl_vla.actors import (
+    Actors,
+    ActorSettings,
+    WorkerError,
+    actor_streams,
+    behaviour_copy,
+    make_actor_env,
+    start_actors,
+)
+from torchrl_vla.replay import make_replay
+
+CHUNK, ACTIONS = 4, 2
+KEYS = (schema.EPISODE_ID, schema.DECISION)
+
+
+class Steer(TensorDictModuleBase):
+    """Chunk = ``value`` + ``noise`` x N(0, 1), so that an action tells who chose it."""
+
+    def __init__(self):
+        super().__init__()
+        self.value = nn.Parameter(torch.zeros(1))
+        self.noise = nn.Parameter(torch.zeros(1))
+        self.in_keys, self.out_keys = [schema.STATE], [schema.CHUNK]
+
+    def forward(self, td):
+        noise = torch.randn(*td.batch_size, CHUNK, ACTIONS)
+        td.set(schema.CHUNK, (self.value + self.noise * noise).clamp(-1, 1))
+        return td
+
+
+def weights(value: float, noise: float = 0.0) -> TensorDict:
+    policy = TensorDict.from_module(Steer()).data
+    return policy.copy().update({"value": torch.tensor([value]), "noise": torch.tensor([noise])})
+
+
+def start(folder: Path, suite: CounterSuite, *, workers=2, envs=3, steps=5, timeout=30.0, **kwargs):
+    settings = ActorSettings(workers, envs, steps, timeout)
+    return start_actors(
+        suite,
+        Steer,
+        settings,
+        chunk_size=CHUNK,
+        gamma=0.5,
+        seed=0,
+        rank=0,
+        folder=folder,
+        **kwargs,
+    )
+
+
+@contextmanager
+def nothing_left():
+    """Check that what was started inside has ended, except multiprocessing's own tracker."""
+
+    def children():
+        found = psutil.Process().children(recursive=True)
+        return {p.pid for p in found if "resource_tracker" not in " ".join(p.cmdline())}
+
+    before = children()
+    yield
+    assert not wait_until_gone(children() - before)
+
+
+def wait_until_gone(pids, seconds: float = 10.0) -> set[int]:
+    """Return those of ``pids`` that still run after ``seconds``."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        pids = {pid for pid in pids if psutil.pid_exists(pid) and not is_zombie(pid)}
+        if not pids:
+            break
+        time.sleep(0.1)
+    return set(pids)
+
+
+def is_zombie(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+@pytest.fixture(scope="module")
+def rounds(tmp_path_factory):
+    """Five sync rounds of 2 workers x 3 simulators x 5 decisions, under versions 1, 1, 2, 3, 4."""
+    suite = CounterSuite(lengths=(5, 9, math.inf, 2))
+    facts = {"batches": [], "idle": []}
+    with nothing_left():
+        actors = start(tmp_path_factory.mktemp("sync"), suite)
+        with actors:
+            for value, noise, version in (
+                (0.25, 0.0, 1),
+                (None, None, 1),
+                (0.5, 0.0, 2),
+                (0.0, 0.0, 3),
+                (0.0, 0.3, 4),
+            ):
+                if value is not None:
+                    actors.publish(weights(value, noise), version)
+                facts["batches"].append(actors.collect().clone())
+                facts["idle"].append(actors.idle_share())
+            facts["counts"], facts["positions"] = actors.counts(), actors.positions()
+            assert not actors.pending
+        actors.close()
+    return facts
+
+
+def test_sync_rows_have_no_gap_and_no_duplicate(rounds):
+    for batch in rounds["batches"]:
+        assert batch.shape == (2 * 3, 5)
+        schema.check_transitions(batch, where="test")
+    stream = torch.cat(rounds["batches"], dim=1)
+    before, after = stream[:, :-1], stream[:, 1:]
+    done = before[schema.DONE].squeeze(-1)
+    assert done.any()
+    # the next observation of a decision is the root of the following one, unless the episode ended
+    for key in (schema.IMAGE, schema.STATE, schema.EPISODE_ID, schema.INIT_STATE_ID):
+        following = ("next", *key) if isinstance(key, tuple) else ("next", key)
+        assert torch.equal(before[following][~done], after[key][~done]), key
+    assert torch.equal(before[schema.DECISION][~done] + 1, after[schema.DECISION][~done])
+    assert not after[schema.DECISION][done].any()
+    assert (before[schema.EPISODE_ID][done] != after[schema.EPISODE_ID][done]).all()
+    rows = torch.cat([stream[key] for key in KEYS], -1).flatten(0, 1)
+    assert len(rows.unique(dim=0)) == len(rows) == 2 * 3 * 25
+    # each worker hands out its stream's ids one after the other
+    for worker, part in enumerate(stream.split(3)):
+        ids = part[schema.INIT_STATE_ID].unique()
+        first = SPLITS["train"].start + worker * 10**6
+        assert ids.tolist() == list(range(first, first + len(ids)))
+
+
+def test_sync_versions_are_true_and_change_between_rounds_only(rounds):
+    versions = [batch[schema.POLICY_VERSION].unique().tolist() for batch in rounds["batches"]]
+    assert versions == [[1], [1], [2], [3], [4]]
+    chunks = [batch[schema.CHUNK].unique().tolist() for batch in rounds["batches"][:4]]
+    # zero weights, zero actions: the weights really reached every worker (field case B33)
+    assert chunks == [[0.25], [0.25], [0.5], [0.0]]
+
+
+def test_workers_draw_different_noise(rounds):
+    noise = rounds["batches"][4][schema.CHUNK].flatten(1)
+    assert noise.std() > 0.1
+    assert len(noise.unique(dim=0)) == 6
+
+
+def test_counters_agree_with_the_rows(rounds):
+    stream, counts = torch.cat(rounds["batches"], dim=1), rounds["counts"]
+    assert counts.decisions == stream.numel() == 150
+    assert counts.env_steps == stream[schema.NUM_EXECUTED].sum()
+    assert counts.episodes == stream[schema.DONE].sum()
+    assert counts.successes == stream[schema.SUCCESS].sum()
+    assert counts.sim_errors == 0
+    # a worker's position: one id per simulator at the start and one per episode that ended before
+    # its last decision (the next is handed out with the reset, also after the last decision)
+    ended = [int(part[schema.DONE].sum()) for part in stream.split(3)]
+    assert rounds["positions"]["positions"] in (
+        [3 + n for n in ended],
+        [3 + int(part[:, :-1][schema.DONE].sum()) for part in stream.split(3)],
+    )
+    assert all(0.0 <= share <= 1.0 for share in rounds["idle"])
+
+
+def test_async_rows_reach_the_replay_once_and_none_is_lost(tmp_path: Path):
+    # ids 4, 9, 14, ... diverge in their first decision and must leave no row
+    suite = CounterSuite(
+        lengths=(5, 9, math.inf, 2, 7), broken=(False,) * 4 + (True,), fault_step=2
+    )
+    with nothing_left():
+        replay = make_replay(tmp_path / "replay", 4000)
+        with start(tmp_path / "actors", suite, envs=2, steps=4, replay=replay) as actors:
+            for version in range(1, 21):
+                actors.publish(weights(version / 64), version)
+                for _ in range(2):
+                    actors.request()
+                while actors.pending:
+                    assert actors.receive() is True
+            counts = actors.counts()
+            # nobody asks any more: each worker may finish what it is at, and then waits
+            time.sleep(1.0)
+            settled = replay.write_count
+            time.sleep(4.0)
+            assert replay.write_count - settled <= 2 * 8
+            assert 0.0 <= actors.idle_share() <= 1.0
+    rows = replay[: len(replay)]
+    schema.check_transitions(rows, where="test")
+    assert len(rows) >= 40 * 8 - counts.sim_errors
+    assert counts.sim_errors > 0
+    assert not (rows[schema.INIT_STATE_ID] % 5 == 4).any()
+    ids = torch.cat([rows[key] for key in KEYS], -1)
+    assert len(ids.unique(dim=0)) == len(ids)
+    # every decision carries the version that really chose it, at any moment of the publish
+    assert torch.equal(
+        rows[schema.CHUNK], (rows[schema.POLICY_VERSION] / 64)[..., None].expand(-1, 4, 2)
+    )
+    assert len(rows[schema.POLICY_VERSION].unique()) > 10
+    check_streams(rows)
+
+
+def check_streams(rows):
+    """Check that each worker's episodes are complete, apart from those that still run."""
+    for worker in range(2):
+        first = worker * 10**6
+        mine = rows[(rows[schema.INIT_STATE_ID] // 10**6 == worker).squeeze(-1)]
+        ids = mine[schema.INIT_STATE_ID].unique().tolist()
+        assert ids == [i for i in range(first, ids[-1] + 1) if i % 5 != 4]
+        running = 0
+        for init_state in ids:
+            episode = mine[(mine[schema.INIT_STATE_ID] == init_state).squeeze(-1)]
+            order = episode[schema.DECISION].flatten().argsort()
+            episode = episode[order]
+            assert episode[schema.DECISION].flatten().tolist() == list(range(len(episode)))
+            ends = episode[schema.DONE].flatten().tolist()
+            assert not any(ends[:-1])
+            running += not ends[-1]
+        assert running <= 2  # simulators of a worker
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_killed_worker_is_named(tmp_path: Path, asynchronous: bool):
+    replay = make_replay(tmp_path / "replay", 1000) if asynchronous else None
+    # A limit far beyond the test's own: only the death itself can be the reason.
+    with nothing_left(), start(tmp_path, CounterSuite(), replay=replay, timeout=1e6) as actors:
+        actors.publish(weights(0.0), 1)
+        actors.collect()
+        pid = actors.collector.procs[1].pid
+        os.kill(pid, signal.SIGKILL)
+        said = rf"actor worker 1 \(pid {pid}\) ended with exit code -9"
+        with pytest.raises(WorkerError, match=said):
+            for _ in range(100):
+                actors.collect()
+        with pytest.raises(WorkerError, match=said):
+            actors.publish(weights(0.0), 2)
+
+
+def test_a_bug_in_the_environment_is_named(tmp_path: Path):
+    suite = CounterSuite(broken=(True,), fault="raise", fault_step=5)
+    with nothing_left(), start(tmp_path, suite, workers=1, timeout=1e6) as actors:
+        actors.publish(weights(0.0), 1)
+        with pytest.raises(WorkerError, match=r"actor worker 0 \(pid \d+\) ended with exit code 1"):
+            actors.collect()
+
+
+def test_a_hanging_environment_is_named(tmp_path: Path):
+    suite = CounterSuite(broken=(True,), fault="hang", fault_step=5)
+    with nothing_left(), start(tmp_path, suite, workers=1, timeout=3.0) as actors:
+        actors.publish(weights(0.0), 1)
+        pid = actors.collector.procs[0].pid
+        said = rf"actor worker 0 \(pid {pid}\) hangs: .*limit 3 s"
+        with pytest.raises(WorkerError, match=said):
+            actors.collect()
+
+
+def broken_env(**kwargs):
+    raise FileNotFoundError("the suite's assets are missing")
+
+
+def test_an_environment_that_cannot_be_built_is_an_error_at_once(tmp_path: Path):
+    with nothing_left(), pytest.raises(Exception, match="assets are missing"):
+        Actors(
+            broken_env, Steer, num_workers=1, decisions=2, steps_per_batch=1, folder=tmp_path
+        )
+
+
+def driver_main(folder: Path) -> None:
+    actors = start(folder, CounterSuite(), workers=2)
+    actors.publish(weights(0.0), 1)
+    actors.collect()
+    print(*(p.pid for p in actors.collector.procs), flush=True)
+    while True:
+        actors.collect()
+
+
+def test_workers_die_with_their_driver(tmp_path: Path):
+    driver = subprocess.Popen(
+        [sys.executable, __file__, str(tmp_path)],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        pids = {int(pid) for pid in driver.stdout.readline().split()}
+        assert len(pids) == 2
+        assert all(psutil.pid_exists(pid) for pid in pids)
+    finally:
+        driver.kill()
+        driver.wait()
+    assert not wait_until_gone(pids)
+
+
+def test_streams_of_seeds_ranks_and_workers_never_meet():
+    found = [
+        stream
+        for seed in (0, 1, 2)
+        for rank in (0, 1, 63)
+        for stream in actor_streams(seed, rank, 64)
+    ]
+    assert len(set(found)) == 3 * 3 * 64
+    assert max(actor_streams(200_000, 63, 64)) < len(SPLITS["train"]) // 10**6 * 10**4
+    for seed, rank, workers in ((-1, 0, 1), (200_001, 0, 1), (0, 64, 1), (0, -1, 1), (0, 0, 65)):
+        with pytest.raises(ValueError, match=r"is -?\d+; it must be in 0\.\."):
+            actor_streams(seed, rank, workers)
+
+
+def test_streams_go_on_where_a_checkpoint_says():
+    make = partial(
+        make_actor_env,
+        CounterSuite(),
+        num_envs=2,
+        chunk_size=4,
+        gamma=1.0,
+        streams=[5, 6],
+        group_size=2,
+        on_step=lambda env, steps: None,
+    )
+    start_of = SPLITS["train"].start
+    env = make(worker=1)
+    assert env.reset()[schema.INIT_STATE_ID].flatten().tolist() == [start_of + 6 * 10**6] * 2
+    # 4 episodes handed out, 2 per state: the third state comes next
+    env = make(worker=1, positions=[0, 4])
+    assert env.reset()[schema.INIT_STATE_ID].flatten().tolist() == [start_of + 6 * 10**6 + 2] * 2
+
+
+def test_a_behaviour_copy_has_the_weights_and_its_own_memory():
+    given = weights(0.5, 0.25)
+    policy = behaviour_copy(Steer, given)
+    assert (policy.value.item(), policy.noise.item()) == (0.5, 0.25)
+    given["value"].zero_()
+    assert policy.value.item() == 0.5
+    assert policy.value.requires_grad
+
+
+if __name__ == "__main__":
+    driver_main(Path(sys.argv[1]))
