@@ -1,4 +1,4 @@
-"""Evaluate a run's policy: ``python launch/evaluate.py checkpoint=RUN_DIR episodes=200 out=F.json``.
+"""Evaluate a policy: ``python launch/evaluate.py checkpoint=RUN_DIR episodes=200 out=F.json``.
 
 Prints the per-task table with 95 % Wilson intervals and writes JSON. The result is the same for any
 ``num_envs``: every decision is computed alone (see ``torchrl_vla/evaluate.py``).

@@ -3,6 +3,7 @@
 Run as a program (``__main__`` below), this file is the driver process that gets killed.
 """
 
+import dataclasses
 import math
 import os
 import signal
@@ -16,7 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from envs.counter import SPLITS, CounterSuite
+from envs.counter import META, SPLITS, CounterSuite
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModuleBase
 from torch import nn
@@ -70,6 +71,12 @@ def start(folder: Path, suite: CounterSuite, *, workers=2, envs=3, steps=5, time
         folder=folder,
         **kwargs,
     )
+
+
+def collect_for_ever(actors: Actors) -> None:
+    while True:
+        actors.collect()
+        time.sleep(0.05)
 
 
 @contextmanager
@@ -191,7 +198,7 @@ def test_async_rows_reach_the_replay_once_and_none_is_lost(tmp_path: Path):
     with nothing_left():
         replay = make_replay(tmp_path / "replay", 4000)
         with start(tmp_path / "actors", suite, envs=2, steps=4, replay=replay) as actors:
-            for version in range(1, 21):
+            for version in range(1, 13):
                 actors.publish(weights(version / 64), version)
                 for _ in range(2):
                     actors.request()
@@ -206,7 +213,7 @@ def test_async_rows_reach_the_replay_once_and_none_is_lost(tmp_path: Path):
             assert 0.0 <= actors.idle_share() <= 1.0
     rows = replay[: len(replay)]
     schema.check_transitions(rows, where="test")
-    assert len(rows) >= 40 * 8 - counts.sim_errors
+    assert len(rows) >= 24 * 8 - counts.sim_errors
     assert counts.sim_errors > 0
     assert not (rows[schema.INIT_STATE_ID] % 5 == 4).any()
     ids = torch.cat([rows[key] for key in KEYS], -1)
@@ -215,7 +222,7 @@ def test_async_rows_reach_the_replay_once_and_none_is_lost(tmp_path: Path):
     assert torch.equal(
         rows[schema.CHUNK], (rows[schema.POLICY_VERSION] / 64)[..., None].expand(-1, 4, 2)
     )
-    assert len(rows[schema.POLICY_VERSION].unique()) > 10
+    assert len(rows[schema.POLICY_VERSION].unique()) > 6
     check_streams(rows)
 
 
@@ -249,8 +256,7 @@ def test_a_killed_worker_is_named(tmp_path: Path, asynchronous: bool):
         os.kill(pid, signal.SIGKILL)
         said = rf"actor worker 1 \(pid {pid}\) ended with exit code -9"
         with pytest.raises(WorkerError, match=said):
-            for _ in range(100):
-                actors.collect()
+            collect_for_ever(actors)
         with pytest.raises(WorkerError, match=said):
             actors.publish(weights(0.0), 2)
 
@@ -273,22 +279,38 @@ def test_a_hanging_environment_is_named(tmp_path: Path):
             actors.collect()
 
 
+def test_one_hanging_worker_is_named_while_the_other_delivers(tmp_path: Path):
+    # Worker 1 starts with states 1000000 and 1000001: the second one hangs, and no state of worker
+    # 0 does, whose two episodes never end.
+    suite = CounterSuite(
+        broken=(False,) * 5 + (True,),
+        fault="hang",
+        fault_step=6,
+        meta=dataclasses.replace(META, max_steps=10**9),
+    )
+    replay = make_replay(tmp_path / "replay", 1000)
+    with nothing_left(), start(tmp_path, suite, envs=2, replay=replay, timeout=3.0) as actors:
+        actors.publish(weights(0.0), 1)
+        pid = actors.collector.procs[1].pid
+        with pytest.raises(WorkerError, match=rf"actor worker 1 \(pid {pid}\) hangs"):
+            collect_for_ever(actors)
+
+
 def broken_env(**kwargs):
     raise FileNotFoundError("the suite's assets are missing")
 
 
 def test_an_environment_that_cannot_be_built_is_an_error_at_once(tmp_path: Path):
     with nothing_left(), pytest.raises(Exception, match="assets are missing"):
-        Actors(
-            broken_env, Steer, num_workers=1, decisions=2, steps_per_batch=1, folder=tmp_path
-        )
+        Actors(broken_env, Steer, num_workers=1, decisions=2, steps_per_batch=1, folder=tmp_path)
 
 
 def driver_main(folder: Path) -> None:
     actors = start(folder, CounterSuite(), workers=2)
     actors.publish(weights(0.0), 1)
     actors.collect()
-    print(*(p.pid for p in actors.collector.procs), flush=True)
+    (folder / "pids").write_text(" ".join(str(p.pid) for p in actors.collector.procs))
+    print("ready", flush=True)
     while True:
         actors.collect()
 
@@ -301,7 +323,8 @@ def test_workers_die_with_their_driver(tmp_path: Path):
         text=True,
     )
     try:
-        pids = {int(pid) for pid in driver.stdout.readline().split()}
+        assert any(line == "ready\n" for line in driver.stdout)
+        pids = {int(pid) for pid in (tmp_path / "pids").read_text().split()}
         assert len(pids) == 2
         assert all(psutil.pid_exists(pid) for pid in pids)
     finally:

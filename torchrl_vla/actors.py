@@ -213,7 +213,7 @@ def actor_streams(seed: int, rank: int, num_workers: int) -> list[int]:
     Raises:
         ValueError: a number is outside its range.
     """
-    limits = {"seed": (seed, 200_000), "rank": (rank, 64), "num_workers": (num_workers, 64)}
+    limits = {"seed": (seed, 200_000), "rank": (rank, 63), "num_workers": (num_workers, 64)}
     for name, (value, limit) in limits.items():
         if not 0 <= value <= limit:
             raise ValueError(f"{name} is {value}; it must be in 0..{limit}")
@@ -311,10 +311,16 @@ class Actors:
             num_sub_threads=1,
             **extra,
         )
+        for process in self.collector.procs:
+            # TorchRL closes every handle when one worker fails, and exit codes would go with them.
+            process.close = lambda: None
         self._requests: queue.SimpleQueue[bool] = queue.SimpleQueue()
         self._results: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.pending = 0
         """Requests that no :meth:`receive` has answered yet."""
+        self._seen = np.zeros(num_workers)  # the beat that _turns counts from
+        self._turns = np.zeros(num_workers, dtype=np.int64)
+        self._owing = np.full(num_workers, np.inf)
         self._puller = threading.Thread(target=self._pull, name="puller", daemon=True)
         self._puller.start()
 
@@ -356,6 +362,7 @@ class Actors:
         self.pending -= 1
         if kind == "error":
             raise WorkerError(f"{self._describe()}; the collector said: {value}") from value
+        self._note_turn()
         return True if value is None else value
 
     def collect(self) -> TensorDictBase | bool:
@@ -406,7 +413,8 @@ class Actors:
                 raise WorkerError(self._describe())
         now = time.monotonic()
         for worker, beat in enumerate(self.board["beat"]):
-            started = max(float(beat), waiting_since)
+            owing = self._owing[worker]
+            started = max(float(beat), min(waiting_since, owing) if beat < owing else waiting_since)
             limit = self.timeout if beat else max(self.timeout, 120.0)  # the first needs imports
             if now - started > limit and self._results.empty():
                 process = self.collector.procs[worker]
@@ -414,6 +422,21 @@ class Actors:
                     f"actor worker {worker} (pid {process.pid}) hangs: no sign of life for "
                     f"{now - started:.0f} s, limit {limit:.0f} s; physics or rendering is stuck"
                 )
+
+    def _note_turn(self) -> None:
+        """Raise if a worker missed its turns for too long while others delivered.
+
+        Announcements are first in, first out: once everybody could have had two turns since a
+        worker's last sign of life, its own batch was taken and it was told to go on.
+        """
+        enough = 2 * self.num_workers
+        beats = np.array(self.board["beat"])
+        self._turns[beats != self._seen] = 0
+        self._seen = beats
+        self._turns += 1
+        self._owing[self._turns < enough] = np.inf
+        self._owing[self._turns == enough] = time.monotonic()
+        self._check(time.monotonic())
 
     def _describe(self) -> str:
         said = [

@@ -73,6 +73,8 @@ class ReplayFeed:
         seed: int,
         encode_rows: int = 128,
     ) -> None:
+        if batch_size < 1:
+            raise ValueError(f"batch_size is {batch_size}; it must be at least 1")
         if not 0 <= demonstration_share <= 1:
             raise ValueError(f"demonstration_share is {demonstration_share}; use 0 to 1")
         if demonstration_share and demonstrations is None:
@@ -98,13 +100,21 @@ class ReplayFeed:
         """Take note of the rows that actors committed since the last call.
 
         Returns:
-            Those rows (at most ``capacity``), or ``None`` if there are none.
+            Those rows (at most ``capacity``), or ``None`` if there are none yet.
         """
-        written = int(self.replay.write_count)
-        if written == self.seen:
+        # A writer takes its places before it fills them. One that was killed in between never
+        # returns the lock; the actors' watch reports that, if we do not wait here for ever.
+        lock = self.replay._write_lock
+        if not lock.acquire(timeout=1.0):
             return None
-        index = torch.arange(max(self.seen, written - self.capacity), written) % self.capacity
-        rows = self.replay[index]
+        try:
+            written = int(self.replay.write_count)
+            if written == self.seen:
+                return None
+            index = torch.arange(max(self.seen, written - self.capacity), written) % self.capacity
+            rows = self.replay[index]
+        finally:
+            lock.release()
         if self.seen == 0:
             schema.check_transitions(rows, where="actors into the replay")
         if self.encode is not None:

@@ -22,7 +22,7 @@ class StepOutcome:
     reward: float
     """Reward of this control step (not discounted)."""
     terminated: bool
-    """The episode ended in a success or a failure state; never a time limit."""
+    """The episode ended in a success or a failure; a time limit counts if the state shows it."""
     success: bool
     """The task is solved (implies ``terminated``)."""
 
@@ -34,7 +34,8 @@ class SimulationError(RuntimeError):
 class Simulators(Protocol):
     """N simulators of one suite in one process.
 
-    Time limits are not a simulator's business: :class:`ChunkedEnv` counts steps and truncates.
+    A limit that the state shows (a clock) is part of the task and ends in ``terminated``; any other
+    limit is not a simulator's business: :class:`ChunkedEnv` counts steps and truncates.
     """
 
     meta: SuiteMeta

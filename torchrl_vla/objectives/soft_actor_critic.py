@@ -17,7 +17,6 @@ from torchrl.objectives import SACLoss, SoftUpdate
 
 from torchrl_vla import schema
 from torchrl_vla.objectives.masks import action_mask
-from torchrl_vla.objectives.off_policy import mask_chunk
 from torchrl_vla.objectives.reduction import masked_mean
 
 FEATURES = "features"
@@ -152,8 +151,12 @@ class SoftActorCritic:
 
     def _prepare(self, batch: TensorDictBase) -> TensorDictBase:
         batch = batch.copy()
-        # What was never executed cannot have caused the reward.
-        batch[schema.CHUNK] = mask_chunk(batch[schema.CHUNK], batch[schema.EXECUTED_MASK])
+        # What was never executed cannot have caused the reward: Q sees noise there and learns that
+        # it does not matter. (Zeros would mark the ends of episodes, which the actor never plays.)
+        chunk = batch[schema.CHUNK]
+        noise = torch.empty_like(chunk).uniform_(-1, 1)
+        executed = batch[schema.EXECUTED_MASK].unsqueeze(-1)
+        batch[schema.CHUNK] = torch.where(executed, chunk, noise)
         batch[STEPS] = batch[schema.NUM_EXECUTED]
         if batch.get(FEATURES, None) is None:
             batch[FEATURES] = self.encode(batch)

@@ -33,6 +33,33 @@ def is_random() -> bool:
     return interaction_type() in (None, InteractionType.RANDOM)
 
 
+def draw_bins(probs: torch.Tensor) -> torch.Tensor:
+    """Draw one bin per distribution by inverting its cumulative sum.
+
+    Needs one uniform number per distribution, where ``torch.multinomial`` draws one per bin.
+
+    Args:
+        probs: ``[*, V]``, not negative; need not add up to exactly 1.
+
+    Returns:
+        int64 ``[*]`` in 0..V-1; a bin of probability 0 is never drawn.
+
+    Raises:
+        FloatingPointError: a probability is not finite (the policy diverged).
+    """
+    cumulative = probs.cumsum(-1)
+    total = cumulative[..., -1:]
+    if not bool(total.isfinite().all()):
+        raise FloatingPointError(
+            f"{int((~total.isfinite()).sum())} of {total.numel()} action distributions are not "
+            "finite: the policy diverged; load an older checkpoint and lower the learning rate"
+        )
+    point = torch.rand_like(total) * total
+    # Rounding may lift the product to the total, which lies behind every bin.
+    point = torch.minimum(point, torch.nextafter(total, torch.zeros_like(total)))
+    return torch.searchsorted(cumulative, point, right=True).squeeze(-1)
+
+
 class Observer(nn.Module):
     """Reads the schema's observation for a family's module: images, state, instruction ids.
 
@@ -133,11 +160,7 @@ class TokenPolicy(VLAWrapperBase):
         logits = self._split(out["logits"]) / self.temperature
         log_probs = logits.log_softmax(-1)
         sample = is_random() or self.eval_decode == "sample"
-        if sample:
-            flat = log_probs.exp().reshape(-1, log_probs.shape[-1])
-            tokens = torch.multinomial(flat, 1).reshape(logits.shape[:-1])
-        else:
-            tokens = logits.argmax(-1)
+        tokens = draw_bins(log_probs.exp()) if sample else logits.argmax(-1)
         if sample or self.eval_decode == "argmax":
             chunk = self.action_tokenizer.decode(tokens)
         else:

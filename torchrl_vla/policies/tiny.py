@@ -62,13 +62,16 @@ class KeypointTokens(nn.Module):
         """Map uint8 ``[B, K, 3, h, w]`` to ``[B, K * P, d]``."""
         batch, cameras = image.shape[:2]
         weight = self.stem[0].weight
-        maps = self.stem(image.flatten(0, 1).to(weight.dtype) / 127.5 - 1.0)
+        # In place and channels last: on a CPU the stem is a third of a forward pass, and each saves
+        # one pass over the images.
+        pixels = image.flatten(0, 1).to(weight.dtype, copy=True).div_(127.5).sub_(1.0)
+        maps = self.stem(pixels.contiguous(memory_format=torch.channels_last))
         rows, cols = maps.shape[-2:]
         probs = (maps.flatten(2) * self.temperature).softmax(-1)
         y = torch.linspace(-1, 1, rows, dtype=probs.dtype, device=probs.device)
         x = torch.linspace(-1, 1, cols, dtype=probs.dtype, device=probs.device)
-        grid = torch.stack([x.repeat(rows), y.repeat_interleave(cols)], dim=-1)
-        point = probs @ grid  # [B*K, P, 2]
+        grid = torch.stack([x.repeat(rows), y.repeat_interleave(cols)])
+        point = functional.linear(probs, grid)  # [B*K, P, 2]
         phase = math.pi * point @ self.frequencies.to(point.dtype)
         peak = probs.amax(-1, keepdim=True)
         tokens = self.embed(torch.cat([point, peak, phase.sin(), phase.cos()], dim=-1)) + self.slot

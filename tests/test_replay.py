@@ -1,0 +1,268 @@
+"""The learner's draws: shares, cached features, the ring, and rows that are still being written."""
+
+import multiprocessing
+
+import pytest
+import torch
+from envs.counter import SPLITS, CounterSuite
+from torch import nn
+
+from torchrl_vla import schema
+from torchrl_vla.actors import to_transitions
+from torchrl_vla.data.demonstrations import decision_transitions, record
+from torchrl_vla.envs.chunked import ChunkedEnv, InitStateStream
+from torchrl_vla.policies.tiny import make_policy
+from torchrl_vla.replay import FEATURES, ReplayFeed, make_replay
+
+CAPACITY = 20
+SUITE = CounterSuite(lengths=(7, 3))
+
+
+def collect(decisions, seed=0):
+    """Return ``decisions`` real transitions of one counter, in order."""
+    env = ChunkedEnv(
+        SUITE.simulators(1), InitStateStream(SPLITS["train"], seed), chunk_size=2, gamma=0.5
+    )
+    td, rows = env.reset(), []
+    generator = torch.Generator().manual_seed(seed)
+    for number in range(decisions):
+        td[schema.CHUNK] = 2 * torch.rand(1, 2, 2, generator=generator) - 1
+        moved, td = env.step_and_maybe_reset(td)
+        moved[schema.POLICY_VERSION] = torch.tensor([[number]])
+        rows.append(to_transitions(moved))
+    return torch.cat(rows)
+
+
+def demonstrations():
+    suite = CounterSuite(goal=5.0)  # the expert adds 1 per step: five steps, success
+    return decision_transitions(record(suite.simulators(1), range(4)), 2, 0.5)
+
+
+def make(tmp_path, **settings):
+    replay = make_replay(tmp_path / "replay", CAPACITY)
+    given = {
+        "capacity": CAPACITY,
+        "demonstrations": demonstrations(),
+        "batch_size": 8,
+        "demonstration_share": 0.5,
+        "encode": None,
+        "seed": 0,
+    }
+    return replay, ReplayFeed(replay, **(given | settings))
+
+
+def read_state(rows):
+    """Features that name the row: state (id, step, sum of actions) and task."""
+    return torch.cat([rows[schema.STATE], rows[schema.TASK_ID].float()], -1)
+
+
+@pytest.mark.parametrize(("share", "demonstrated"), [(0.0, 0), (0.25, 2), (0.5, 4), (1.0, 8)])
+@pytest.mark.parametrize("encode", [None, read_state])
+def test_every_minibatch_has_its_share_of_demonstrations(tmp_path, share, demonstrated, encode):
+    replay, feed = make(tmp_path, demonstration_share=share, encode=encode)
+    replay.extend(collect(10))
+    feed.absorb()
+    for _ in range(5):
+        batch = feed.sample()
+        assert batch.shape == (8,)
+        versions = batch[schema.POLICY_VERSION].flatten()
+        assert (versions == -1).tolist() == [False] * (8 - demonstrated) + [True] * demonstrated
+
+
+def test_a_minibatch_with_images_is_in_the_schema(tmp_path):
+    replay, feed = make(tmp_path)
+    replay.extend(collect(10))
+    feed.absorb()
+    batch = feed.sample()
+    schema.check_transitions(batch, where="test")
+    assert batch["next", *schema.IMAGE].dtype == torch.uint8
+    # rows are whole: the picture, the state and the ids of a row belong together
+    state = batch[schema.STATE]
+    assert torch.equal(state[:, 1], batch[schema.IMAGE][:, 0, 0, 0, 0].float())
+    assert torch.equal(state[:, :1].long(), batch[schema.INIT_STATE_ID] % 10**6)
+
+
+def test_online_rows_are_drawn_uniformly(tmp_path):
+    replay, feed = make(tmp_path, demonstration_share=0.0, encode=read_state)
+    replay.extend(collect(10))
+    feed.absorb()
+    drawn = torch.cat([feed.sample()[schema.POLICY_VERSION].flatten() for _ in range(250)])
+    # 2000 draws of 10 rows: 200 each, standard deviation sqrt(2000 * 0.1 * 0.9) = 13.4
+    counts = drawn.bincount(minlength=10)
+    assert len(counts) == 10
+    assert (counts - 200).abs().max() < 5 * 13.4
+
+
+def test_draws_follow_the_seed(tmp_path):
+    drawn = []
+    for number, seed in enumerate((3, 3, 4)):
+        replay, feed = make(tmp_path / str(number), seed=seed, encode=read_state)
+        replay.extend(collect(10))
+        feed.absorb()
+        drawn.append(torch.cat([feed.sample()[FEATURES] for _ in range(5)]))
+    assert torch.equal(drawn[0], drawn[1])
+    assert not torch.equal(drawn[0], drawn[2])
+
+
+def test_features_are_those_of_the_rows(tmp_path):
+    replay, feed = make(tmp_path, encode=read_state, encode_rows=3)
+    rows, shown = collect(10), demonstrations()
+    replay.extend(rows)
+    feed.absorb()
+    following = rows["next"].select("observation")
+    following[schema.TASK_ID] = rows[schema.TASK_ID]
+    now, after = read_state(rows), read_state(following)
+    for _ in range(10):
+        batch = feed.sample()
+        assert schema.IMAGE not in batch.keys(True, True)
+        for row in batch.unbind(0):
+            version = int(row[schema.POLICY_VERSION])
+            if version >= 0:
+                wanted = rows[version]
+                assert torch.equal(row[FEATURES], now[version])
+                # the next features keep the task of the episode
+                assert torch.equal(row["next", FEATURES], after[version])
+            else:
+                same = (read_state(shown) == row[FEATURES]).all(-1)
+                wanted = shown[same][0]
+            for key in (schema.CHUNK, schema.REWARD, schema.TERMINATED, schema.EXECUTED_MASK):
+                assert torch.equal(row[key], wanted[key])
+
+
+def test_cached_features_equal_the_policys_own(tmp_path):
+    torch.manual_seed(0)
+    policy = make_policy(
+        SUITE.meta, head="gaussian", weights=None, chunk_size=2, width=16, heads=2, keypoints=2
+    )
+    nn.init.normal_(policy.model.model.queries)
+    replay, feed = make(
+        tmp_path, encode=policy.features, demonstration_share=0.0, batch_size=16, encode_rows=4
+    )
+    rows = collect(10)
+    replay.extend(rows)
+    feed.absorb()
+    batch = feed.sample()
+    own = policy.features(rows).detach()
+    assert own.std(0).max() > 0.1
+    index = batch[schema.POLICY_VERSION].flatten()
+    torch.testing.assert_close(batch[FEATURES], own[index], atol=1e-5, rtol=1e-5)
+    assert not batch[FEATURES].requires_grad
+
+
+@pytest.mark.parametrize("encode", [None, read_state])
+def test_the_ring_wraps(tmp_path, encode):
+    replay, feed = make(tmp_path, demonstration_share=0.0, encode=encode)
+    rows = collect(75)
+    # 75 rows through 20 places, noted in uneven steps, once more than the ring holds (25)
+    for start, end in ((0, 13), (13, 20), (20, 31), (31, 56), (56, 75)):
+        for part in rows[start:end].split(9):
+            replay.extend(part)
+        noted = feed.absorb()
+        first = max(start, end - CAPACITY)
+        assert noted[schema.POLICY_VERSION].flatten().tolist() == list(range(first, end))
+        assert feed.absorb() is None
+        assert feed.seen == end
+        assert len(feed) == min(end, CAPACITY)
+        alive = set(range(max(0, end - CAPACITY), end))
+        drawn = set()
+        for _ in range(40):
+            batch = feed.sample()
+            versions = batch[schema.POLICY_VERSION].flatten()
+            drawn |= set(versions.tolist())
+            if encode is not None:
+                assert torch.equal(batch[FEATURES], read_state(rows[versions]))
+            assert torch.equal(batch[schema.CHUNK], rows[versions][schema.CHUNK])
+        assert drawn <= alive
+        assert len(drawn) > len(alive) // 2
+
+
+def write_slowly(replay, parts, counted, go):
+    """Write in a process that pauses between taking its places and filling them."""
+    put = replay.storage.set
+
+    def slow(*args, **kwargs):
+        counted.release()
+        assert go.acquire(timeout=100)
+        return put(*args, **kwargs)
+
+    replay.storage.set = slow
+    for part in parts:
+        replay.extend(part)
+
+
+def test_rows_that_are_still_being_written_are_not_read(tmp_path):
+    replay, feed = make(tmp_path, demonstration_share=0.0, encode=read_state)
+    rows = collect(12)
+    replay.extend(rows[:4])
+    feed.absorb()
+    context = multiprocessing.get_context("spawn")
+    counted, go = context.Semaphore(0), context.Semaphore(0)
+    parts = [rows[4:8], rows[8:]]
+    writer = context.Process(target=write_slowly, args=(replay, parts, counted, go))
+    writer.start()
+    try:
+        assert counted.acquire(timeout=100)
+        assert feed.absorb() is None
+        assert len(feed) == 4
+        go.release()
+        assert counted.acquire(timeout=100)  # it is inside the second part now
+        writer.kill()
+        writer.join()
+        # The killed writer took the lock with it: nothing to read, and no endless wait either.
+        assert feed.absorb() is None
+    finally:
+        writer.kill()
+    assert torch.equal(replay[4:8][schema.STATE], rows[4:8][schema.STATE])
+
+
+def test_a_folder_with_something_in_it_is_refused(tmp_path):
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "old.memmap").write_bytes(b"x")
+    with pytest.raises(FileExistsError, match=r"full is not empty; give the run a new folder"):
+        make_replay(tmp_path / "full", 10)
+    assert (tmp_path / "full" / "old.memmap").read_bytes() == b"x"
+    (tmp_path / "empty").mkdir()
+    make_replay(tmp_path / "empty", 10).extend(collect(2))
+    assert any((tmp_path / "empty").iterdir())
+    with pytest.raises(FileExistsError):
+        make_replay(tmp_path / "empty", 10)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"demonstration_share": -0.1}, "demonstration_share is -0.1"),
+        ({"demonstration_share": 1.1}, "demonstration_share is 1.1"),
+        ({"demonstrations": None}, "there are no demonstrations"),
+        ({"batch_size": 0}, "batch_size is 0"),
+    ],
+)
+def test_settings_out_of_range(tmp_path, settings, message):
+    with pytest.raises(ValueError, match=message):
+        make(tmp_path, **settings)
+
+
+def test_capacity_below_one(tmp_path):
+    with pytest.raises(ValueError, match="capacity is 0"):
+        make_replay(tmp_path / "replay", 0)
+
+
+def test_an_empty_replay_has_nothing_to_draw(tmp_path):
+    _, feed = make(tmp_path)
+    assert feed.absorb() is None
+    assert len(feed) == 0
+    with pytest.raises(RuntimeError, match="the replay is empty"):
+        feed.sample()
+
+
+def test_void_rows_are_refused_at_both_doors(tmp_path):
+    void = demonstrations()
+    void[schema.SIM_ERROR][3] = True
+    with pytest.raises(ValueError, match=r"demonstrations into the replay: .*diverged"):
+        make(tmp_path / "a", demonstrations=void)
+    replay, feed = make(tmp_path / "b")
+    rows = collect(4)
+    rows[schema.SIM_ERROR][2] = True
+    replay.extend(rows)
+    with pytest.raises(ValueError, match=r"actors into the replay: .*diverged"):
+        feed.absorb()
