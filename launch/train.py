@@ -28,6 +28,7 @@ from omegaconf import DictConfig, OmegaConf
 from torchrl_vla import topology
 from torchrl_vla.actors import die_with_parent
 from torchrl_vla.loops.run import Budget, EvaluationPlan, Run
+from torchrl_vla.report import CURVE_FILE, write_page
 
 
 def new_folder(root: Path, name: str) -> Path:
@@ -66,6 +67,11 @@ def choose_folder(cfg: DictConfig) -> tuple[Path, bool]:
     return folder, used
 
 
+def leave_report(folder: Path, algorithm: str) -> Path:
+    """Leave curve and page in a run's folder; return the curve."""
+    return write_page(folder, algorithm=algorithm).with_name(CURVE_FILE)
+
+
 def build_run(cfg: DictConfig, ranks: topology.Topology) -> tuple[Run, bool]:
     """Agree on the folder over all ranks, write the config there and build the run."""
     folder, resume = ranks.broadcast_object(choose_folder(cfg) if ranks.is_main else None)
@@ -83,6 +89,7 @@ def build_run(cfg: DictConfig, ranks: topology.Topology) -> tuple[Run, bool]:
         settings={"policy": policy, "chunk_size": cfg.chunk_size, "seed": cfg.seed},
         save_minutes=cfg.save_minutes,
         display=cfg.logger.display,
+        report=leave_report,
     )
     return run, resume
 
@@ -90,6 +97,7 @@ def build_run(cfg: DictConfig, ranks: topology.Topology) -> tuple[Run, bool]:
 @hydra.main(version_base="1.3", config_path="../conf", config_name="train")
 def main(cfg: DictConfig) -> None:
     """Compose, check, train."""
+    OmegaConf.resolve(cfg)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     if topology.under_torchrun():
         die_with_parent(os.getppid())  # torchrun may be killed without a chance to tell us

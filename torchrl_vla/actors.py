@@ -474,6 +474,11 @@ class ActorSettings:
     group_size: int = 1
     """Episodes per initial state."""
 
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if value <= 0:
+                raise ValueError(f"actors.{name} is {value}; it must be above 0")
+
 
 def start_actors(
     suite: Suite,

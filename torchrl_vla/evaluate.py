@@ -202,7 +202,12 @@ def film(
     """Write the episodes as one mp4 with instruction and outcome drawn in.
 
     ``simulators`` must hold one simulator that offers ``render_frame(index, size)``.
+
+    Raises:
+        ValueError: there are several simulators, whose frames would mix.
     """
+    if simulators.num_envs != 1:
+        raise ValueError(f"{simulators.num_envs} simulators given; a film needs exactly one")
     meta = simulators.meta
     with EpisodeVideo(path, fps=meta.control_hz) as video:
 

@@ -221,6 +221,13 @@ def test_set_seed_reproduces_and_seeds_differ():
     assert ids == again
     assert torch.equal(images, images_again)
     assert not set(ids) & set(other)
+    # also in an environment that has been used
+    env = make(4)
+    starts = []
+    for _ in range(2):
+        env.set_seed(7)
+        starts.append(env.reset()[schema.INIT_STATE_ID].flatten().tolist())
+    assert starts[0] == starts[1] == [TRAIN.start + 7 * IDS_PER_STREAM + i for i in range(4)]
 
 
 def test_diverged_physics_voids_its_episode_and_nothing_else():

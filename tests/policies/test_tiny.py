@@ -13,7 +13,7 @@ from torchrl.envs.utils import ExplorationType, set_exploration_type
 from torchrl_vla import schema
 from torchrl_vla.envs.tabletop import TabletopSuite
 from torchrl_vla.policies.instructions import build_vocabulary, tokenize
-from torchrl_vla.policies.policy import LOGITS, VALUE
+from torchrl_vla.policies.policy import LOGITS, VALUE, draw_bins
 from torchrl_vla.policies.tiny import SHIPPED_WEIGHTS, Block, TinyModel, make_policy
 from torchrl_vla.policies.weights import load_weights, read_header, save_weights
 
@@ -107,6 +107,20 @@ def test_temperature_scales_what_is_sampled():
         assert favourite.mean().item() == pytest.approx(wanted, abs=1e-3)
 
 
+def test_bins_are_drawn_as_often_as_they_should():
+    torch.manual_seed(0)
+    probs = torch.tensor([0.0, 0.5, 0.0, 0.2, 0.3, 0.0]).expand(3, 4000, 6)
+    counts = torch.stack([row.bincount(minlength=6) for row in draw_bins(probs)])
+    # 4000 draws: standard deviation of a count at most sqrt(4000 / 4) = 31.6
+    wanted = torch.tensor([0, 2000, 0, 800, 1200, 0])
+    assert (counts - wanted).abs().max() < 5 * 31.6
+    assert not counts[:, [0, 2, 5]].any()
+    certain = torch.eye(6).repeat(500, 1, 1)
+    assert torch.equal(draw_bins(certain), torch.arange(6).expand(500, 6))
+    with pytest.raises(FloatingPointError, match="1 of 2 action distributions are not finite"):
+        draw_bins(torch.tensor([[0.5, 0.5], [float("nan"), 0.5]]))
+
+
 def test_sampling_is_on_unless_exploration_is_off():
     policy = build()
     td = observations(6)
@@ -192,7 +206,7 @@ def test_padding_of_an_instruction_cannot_influence_anything():
     model = build().model.model
     wide = TinyModel(
         vocabulary_size=12,
-        state_dim=5,
+        state_dim=META.state_dim,
         action_dim=4,
         chunk_size=3,
         num_bins=8,
@@ -237,12 +251,13 @@ def test_features_hold_what_the_heads_read():
     policy = build(head="gaussian")
     td = observations(4)
     features = policy.features(td)
-    # (1 + H) hidden states of 32 and the 5 normalised state numbers
-    assert features.shape == (4, 4 * 32 + 5)
-    torch.testing.assert_close(features[:, -5:], td[schema.STATE])
+    # (1 + H) hidden states of 32 and the normalised state
+    size = META.state_dim
+    assert features.shape == (4, 4 * 32 + size)
+    torch.testing.assert_close(features[:, -size:], td[schema.STATE])
     policy.model.model.state_mean += 1.0
     policy.model.model.state_std *= 4.0
-    torch.testing.assert_close(policy.features(td)[:, -5:], (td[schema.STATE] - 1) / 4)
+    torch.testing.assert_close(policy.features(td)[:, -size:], (td[schema.STATE] - 1) / 4)
     cached = TensorDict({"features": features}, batch_size=[4])
     own = policy.actor[0].module(features)
     assert all(

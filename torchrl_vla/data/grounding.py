@@ -1,4 +1,4 @@
-"""Scenes with privileged labels: where is the block that the instruction names?
+"""Scenes with privileged labels: which block does the instruction name, and what is asked of it?
 
 A stand-in for the grounding that a large VLM brings from its pre-training. The labels come from the
 simulator's state, which no robot has: this is not reinforcement learning and is named as such
@@ -18,7 +18,8 @@ from torchrl_vla import schema
 from torchrl_vla.envs.simulator import SimulationError, Simulators
 
 POSITION = "position"
-"""Label key: float32 ``[M, 4]``, named block x, y and the same minus the gripper's, in 0.1 m."""
+"""Label key: float32 ``[M, 6]``: named block x, y, the same minus the gripper's (in 0.1 m), and the
+asked motion: sideways (-1 left, 1 right, 0 none) and up (1 or 0)."""
 UNIT = 0.1
 """Metres per unit of the label."""
 
@@ -28,6 +29,8 @@ class LabelledSimulators(Simulators, Protocol):
 
     named_block: tuple[int, ...]
     """Block that each task id names."""
+    asked_motion: tuple[tuple[float, float], ...]
+    """Sideways and upward motion that each task id asks for."""
 
     def block_positions(self, index: int) -> np.ndarray:
         """Return block centres, float32 ``[3, 3]`` in metres."""
@@ -66,15 +69,18 @@ def render_scenes(
     return out
 
 
-def label(scenes: TensorDict, task_id: torch.Tensor, named_block: tuple[int, ...]) -> TensorDict:
+def label(
+    scenes: TensorDict, task_id: torch.Tensor, simulators: LabelledSimulators
+) -> TensorDict:
     """Return ``scenes`` under the instructions ``task_id`` (int64 ``[M, 1]``) with their label.
 
     One picture serves every instruction; the label follows the words.
     """
     rows = torch.arange(len(scenes))
-    target = scenes["blocks"][rows, torch.tensor(named_block)[task_id[:, 0]]]
+    target = scenes["blocks"][rows, torch.tensor(simulators.named_block)[task_id[:, 0]]]
     gripper = scenes[schema.STATE][:, :2]
     out = scenes.select("observation")
     out[schema.TASK_ID] = task_id
-    out[POSITION] = torch.cat([target, target - gripper], dim=-1) / UNIT
+    motion = torch.tensor(simulators.asked_motion)[task_id[:, 0]]
+    out[POSITION] = torch.cat([target / UNIT, (target - gripper) / UNIT, motion], dim=-1)
     return out

@@ -95,10 +95,10 @@ def train_grounding(
     def draw(generator: torch.Generator) -> TensorDict:
         index = torch.randint(len(train), (batch_size,), generator=generator)
         task_id = torch.randint(num_tasks, (batch_size, 1), generator=generator)
-        return grounding.label(train[index], task_id, simulators.named_block)
+        return grounding.label(train[index], task_id, simulators)
 
     _fit(run, learner, draw, updates)
-    labelled = grounding.label(test, test[schema.TASK_ID], simulators.named_block)
+    labelled = grounding.label(test, test[schema.TASK_ID], simulators)
     with torch.no_grad():
         held = objective(labelled, {"scenes": torch.tensor(len(labelled))})
     error = 100 * float(held["position_error_m"])

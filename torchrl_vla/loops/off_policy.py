@@ -58,6 +58,8 @@ class PaceSettings:
     """Decisions that actors may be ahead of what the learner has used."""
     publish_updates: int
     """Updates between publishes."""
+    warm_up_updates: int = 0
+    """Updates on the first ``min_decisions`` alone, before the ratio counts."""
 
     def __post_init__(self) -> None:
         for name in ("updates_per_decision", "slack_decisions", "publish_updates"):
@@ -77,6 +79,10 @@ class UpdateSettings:
     """0: the trunk is frozen and its features are cached; above: the critic trains it."""
     q_heads: int = 2
     micro_batch_size: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.max_grad_norm <= 0:
+            raise ValueError(f"updates.max_grad_norm is {self.max_grad_norm}; it must be above 0")
 
 
 def train(
@@ -169,12 +175,14 @@ class Pacer:
 
     def may_update(self) -> bool:
         """Whether the data so far allows one more update."""
-        enough = self.decisions >= self.min_decisions
-        return enough and self.updates < self.settings.updates_per_decision * self.decisions
+        new = self.decisions - self.min_decisions
+        allowed = self.settings.warm_up_updates + self.settings.updates_per_decision * new
+        return new >= 0 and self.updates < max(allowed, 1)
 
     def may_request(self, pending: int) -> bool:
         """Whether actors may collect one more batch beyond ``pending`` ones."""
-        used = max(self.updates / self.settings.updates_per_decision, self.min_decisions)
+        paced = max(0, self.updates - self.settings.warm_up_updates)
+        used = self.min_decisions + paced / self.settings.updates_per_decision
         return self.decisions + pending * self.batch < used + self.settings.slack_decisions
 
 
@@ -264,7 +272,15 @@ def make_learner(
     settings: UpdateSettings,
     gamma: float,
 ) -> tuple[Learner, Any]:
-    """Shard the trunk, build critics, objective and learner."""
+    """Shard the trunk, build critics, objective and learner.
+
+    Raises:
+        TypeError: the policy has no continuous actor.
+    """
+    if not hasattr(policy, "actor"):
+        raise TypeError(
+            f"{type(policy).__name__} has no actor on features; use policy.head=gaussian"
+        )
     model, meta = policy.model.model, run.suite.meta
     shard(model, run.topology.mesh, blocks=[type(model.blocks[0])])
     heads = [

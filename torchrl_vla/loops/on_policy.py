@@ -41,6 +41,11 @@ class UpdateSettings:
     """Decisions per backward pass; the whole minibatch if ``None``."""
     betas: tuple[float, float] = (0.9, 0.95)
 
+    def __post_init__(self) -> None:
+        for name in ("minibatch_size", "epochs", "max_grad_norm"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"updates.{name} is {getattr(self, name)}; it must be above 0")
+
 
 def train(
     run: Run,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,6 @@ from torchrl_vla.metrics import (
     rss_gib,
 )
 from torchrl_vla.progress import ProgressDisplay, summary
-from torchrl_vla.report import plot_success, write_page
 from torchrl_vla.topology import Topology
 
 
@@ -68,6 +67,11 @@ class EvaluationPlan:
     videos: int = 6
     """Episodes filmed at the end."""
 
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if value < 0 or (value == 0 and name not in ("videos", "every_minutes")):
+                raise ValueError(f"evaluation.{name} is {value}; it is too small")
+
 
 @dataclass
 class Run:
@@ -84,6 +88,8 @@ class Run:
         settings: what an evaluation depends on besides the policy (decode, temperature, ...).
         save_minutes: minutes between checkpoints.
         display: show the live display (rank 0).
+        report: called as ``report(folder, algorithm)`` when a run with evaluations ends; leaves
+            curve and page in the folder and returns the curve (rank 0).
     """
 
     folder: Path
@@ -96,8 +102,15 @@ class Run:
     settings: Mapping[str, Any] = field(default_factory=dict)
     save_minutes: float = 2.0
     display: bool = True
+    report: Callable[[Path, str], Path] | None = None
 
     def __post_init__(self) -> None:
+        fewest = min(self.evaluation.episodes, self.evaluation.final_episodes)
+        if fewest < self.topology.world_size:
+            raise ValueError(
+                f"an evaluation has {fewest} episodes for {self.topology.world_size} ranks; every "
+                "rank needs one: raise evaluation.episodes and evaluation.final_episodes"
+            )
         self.started = time.monotonic()
         names = ("updates", ENV_STEPS, "decisions", EPISODES, "version")
         self.counters: dict[str, int] = dict.fromkeys(names, 0)
@@ -270,9 +283,8 @@ class Run:
             return
         self.log.close()
         video = self._film(policy) if self.evaluation.videos else None
-        curve = plot_success(self.folder, algorithm=self.algorithm) if self.history else None
         if self.history:
-            write_page(self.folder, algorithm=self.algorithm)
+            curve = self.report(self.folder, self.algorithm) if self.report is not None else None
             summary(
                 self.history,
                 curve=curve,

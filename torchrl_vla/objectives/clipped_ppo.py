@@ -63,6 +63,8 @@ class ClippedPPO:
     ) -> None:
         if not 0 < gamma <= 1:
             raise ValueError(f"gamma is {gamma}; it must be in (0, 1]")
+        if not hasattr(policy, "score"):
+            raise TypeError(f"{type(policy).__name__} stores no log-probs; use policy.head=tokens")
         self.policy = policy
         self.gamma, self.lmbda = gamma, lmbda
         self.clip = (clip_low, clip_high)

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
-from tensordict import TensorDictBase
-from tensordict.nn import TensorDictModule
+from tensordict import TensorDict, TensorDictBase
+from tensordict.nn import TensorDictModule, TensorDictModuleBase
 from torch import Tensor, nn
 from torchrl.objectives import SACLoss, SoftUpdate
 
@@ -23,6 +23,29 @@ FEATURES = "features"
 STEPS = "steps_to_next_obs"
 DEMONSTRATION = -1
 """``policy_version`` of transitions that no policy chose."""
+
+
+class Critic(TensorDictModuleBase):
+    """A Q head as ``SACLoss`` calls it; what it returns holds the value and nothing else.
+
+    ``TensorDictModule`` would do, but it hands back its inputs too, which ``SACLoss`` then stacks
+    over the heads, and per output it pays about as much as a layer of the head.
+
+    Args:
+        module: ``(features [*, F], chunk [*, H, A]) -> [*, 1]``.
+    """
+
+    in_keys = (FEATURES, schema.CHUNK)
+    out_keys = ("state_action_value",)
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, tensordict: TensorDictBase) -> TensorDict:
+        """Return ``state_action_value`` ``[*, 1]``."""
+        value = self.module(tensordict.get(FEATURES), tensordict.get(schema.CHUNK))
+        return TensorDict({"state_action_value": value}, batch_size=tensordict.batch_size)
 
 
 class SoftActorCritic:
@@ -60,6 +83,8 @@ class SoftActorCritic:
     ) -> None:
         if not 0 < gamma <= 1:
             raise ValueError(f"gamma is {gamma}; it must be in (0, 1]")
+        if alpha <= 0:
+            raise ValueError(f"alpha is {alpha}; it must be above 0")
         if not 0 < tau <= 1:
             raise ValueError(f"tau is {tau}; it must be in (0, 1]")
         if len(q_heads) < 2:
@@ -68,16 +93,13 @@ class SoftActorCritic:
         self.cloning_weight = cloning_weight
         self.critic_only_updates, self.actor_interval = critic_only_updates, actor_interval
         self.updates = 0
-        keys = [FEATURES, schema.CHUNK]
         self.loss = SACLoss(
             actor,
-            [
-                TensorDictModule(head, in_keys=keys, out_keys=["state_action_value"])
-                for head in q_heads
-            ],
+            [Critic(head) for head in q_heads],
             alpha_init=alpha,
             target_entropy=target_entropy,
             loss_function="l2",
+            deactivate_vmap=True,  # two heads one after the other are faster than one batched pass
         )
         self.loss.set_keys(action=schema.CHUNK)
         self.loss.make_value_estimator(gamma=gamma)
@@ -142,8 +164,8 @@ class SoftActorCritic:
             "entropy": -share * log_prob.mean(),
         }
         if self.cloning_weight:
-            loc = self.actor[0](features)["loc"]
-            error = (loc.tanh() - batch[schema.CHUNK]) ** 2
+            # The actor loss has just written "loc": the head need not run again.
+            error = (features["loc"].tanh() - batch[schema.CHUNK]) ** 2
             demonstrated = self._demonstrated(batch)
             cloning = masked_mean(error, demonstrated, totals["demonstrated"])
             out["loss_cloning"] = self.cloning_weight * cloning

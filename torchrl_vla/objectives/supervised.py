@@ -26,8 +26,8 @@ class GroundingObjective:
     """Smooth-L1 regression of the named block's position (see ``data/grounding.py``).
 
     Args:
-        predict: maps a batch to positions ``[B, Q, 4]``, one estimate per output token.
-        label_key: key of the label ``[B, 4]``.
+        predict: maps a batch to labels ``[B, Q, 6]``, one estimate per output token.
+        label_key: key of the label ``[B, 6]``.
         unit: metres per unit of the label, for the metric.
     """
 

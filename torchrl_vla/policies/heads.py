@@ -7,7 +7,8 @@ Heads are small plain modules; a trunk may be sharded, heads that a functional l
 from __future__ import annotations
 
 import torch
-from tensordict.nn import InteractionType, TensorDictModule
+from tensordict import TensorDictBase
+from tensordict.nn import InteractionType, TensorDictModuleBase
 from torch import nn
 from torchrl.modules import ProbabilisticActor
 
@@ -97,6 +98,28 @@ class QHead(nn.Module):
         return self.net(torch.cat([features, chunk.flatten(-2)], dim=-1))
 
 
+class ChunkParameters(TensorDictModuleBase):
+    """A Gaussian head on TensorDicts: ``"features"`` ``[*, F]`` → ``"loc"``, ``"scale"``.
+
+    ``TensorDictModule`` would do, but per output it pays about as much as a layer of the head.
+
+    Args:
+        module: the head.
+    """
+
+    in_keys = ("features",)
+    out_keys = ("loc", "scale")
+
+    def __init__(self, module: GaussianHead) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Write ``loc`` and ``scale`` ``[*, H, A]`` into ``tensordict``."""
+        loc, scale = self.module(tensordict.get("features"))
+        return tensordict.set("loc", loc).set("scale", scale)
+
+
 def chunk_actor(head: GaussianHead) -> ProbabilisticActor:
     """Wrap ``head`` as a TorchRL actor: features ``[*, F]`` → chunk ``[*, H, A]`` in (-1, 1).
 
@@ -104,7 +127,7 @@ def chunk_actor(head: GaussianHead) -> ProbabilisticActor:
     shape ``[*]``.
     """
     return ProbabilisticActor(
-        TensorDictModule(head, in_keys=["features"], out_keys=["loc", "scale"]),
+        ChunkParameters(head),
         in_keys=["loc", "scale"],
         out_keys=[schema.CHUNK],
         distribution_class=ChunkTanhNormal,

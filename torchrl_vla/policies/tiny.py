@@ -165,7 +165,7 @@ class TinyModel(nn.Module):
         self.norm = nn.LayerNorm(width)
         self.token_head = TokenHead(width, action_dim, num_bins)
         self.value_head = nn.Linear(width, 1)
-        self.ground_head = nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.Linear(width, 4))
+        self.ground_head = nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.Linear(width, 6))
         self.register_buffer("state_mean", torch.zeros(state_dim))
         self.register_buffer("state_std", torch.ones(state_dim))
         nn.init.normal_(self.words.weight, std=0.5)
@@ -186,8 +186,8 @@ class TinyModel(nn.Module):
             state: float32 ``[B, S]``, SI units.
             words: int64 ``[B, L]``, 0 is padding.
             outputs: any of ``"logits"`` ``[B, H, A * V]``, ``"value"`` ``[B, 1]``,
-                ``"features"`` ``[B, F]``, ``"position"`` ``[B, 1 + H, 4]`` (named block x, y and
-                the same relative to the gripper, in units of 0.1 m; one estimate per output token).
+                ``"features"`` ``[B, F]``, ``"position"`` ``[B, 1 + H, 6]`` (the labels of
+                ``data/grounding.py``, one estimate per output token).
 
         Returns:
             The asked-for tensors, float32 where they feed a distribution or a value.

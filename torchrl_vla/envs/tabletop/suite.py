@@ -65,6 +65,17 @@ def suite_meta(image_size: int = 64, second_camera: bool = False) -> SuiteMeta:
     )
 
 
+def _check_pictures(image_size: int, render_quality: str) -> None:
+    if image_size not in scene.IMAGE_SIZES:
+        raise ValueError(
+            f"image_size is {image_size}, must be one of {scene.IMAGE_SIZES}: choose one"
+        )
+    if render_quality not in ("fast", "high"):
+        raise ValueError(
+            f"render_quality is {render_quality!r}, must be 'fast' or 'high': choose one"
+        )
+
+
 class Tabletop:
     """N tabletop simulators that share one model and one renderer (see ``Simulators``).
 
@@ -91,17 +102,14 @@ class Tabletop:
     ) -> None:
         if num_envs < 1:
             raise ValueError(f"num_envs is {num_envs}, must be >= 1: ask for at least one")
-        if image_size not in scene.IMAGE_SIZES:
-            raise ValueError(
-                f"image_size is {image_size}, must be one of {scene.IMAGE_SIZES}: choose one"
-            )
-        if render_quality not in ("fast", "high"):
-            raise ValueError(
-                f"render_quality is {render_quality!r}, must be 'fast' or 'high': choose one"
-            )
+        _check_pictures(image_size, render_quality)
         self.meta = suite_meta(image_size, second_camera)
         self.named_block = tuple(task.colour for task in TASKS)
         """Block that each task id names (privileged labels of ``algo=ground``)."""
+        self.asked_motion = tuple(
+            (task.direction, float(task.kind == "pick_up")) for task in TASKS
+        )
+        """Sideways and upward motion that each task id asks for (privileged labels)."""
         self.num_envs = num_envs
         self._config = (num_envs, image_size, second_camera, render_quality)
         self._high_quality = render_quality == "high"
@@ -286,6 +294,7 @@ class TabletopSuite:
         second_camera: bool = False,
         render_quality: Literal["fast", "high"] = "fast",
     ) -> None:
+        _check_pictures(image_size, render_quality)
         self.meta = suite_meta(image_size, second_camera)
         self._config = (image_size, second_camera, render_quality)
 
