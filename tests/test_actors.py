@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from contextlib import contextmanager
 from functools import partial
@@ -242,9 +243,8 @@ def check_streams(rows):
         assert running <= 2  # simulators of a worker
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
-def test_a_killed_worker_is_named(tmp_path: Path, asynchronous: bool):
-    replay = make_replay(tmp_path / "replay", 1000) if asynchronous else None
+def test_a_killed_worker_is_named(tmp_path: Path):
+    replay = make_replay(tmp_path / "replay", 1000)
     # A limit far beyond the test's own: only the death itself can be the reason.
     with nothing_left(), start(tmp_path, CounterSuite(), replay=replay, timeout=1e6) as actors:
         actors.publish(weights(0.0), 1)
@@ -256,6 +256,20 @@ def test_a_killed_worker_is_named(tmp_path: Path, asynchronous: bool):
             collect_for_ever(actors)
         with pytest.raises(WorkerError, match=said):
             actors.publish(weights(0.0), 2)
+
+
+def test_a_worker_killed_during_a_publish_is_named(tmp_path: Path):
+    with nothing_left(), start(tmp_path, CounterSuite(), timeout=1e6) as actors:
+        actors.publish(weights(0.0), 1)
+        actors.collect()
+        pid = actors.collector.procs[1].pid
+        os.kill(pid, signal.SIGSTOP)  # so that it cannot answer
+        threading.Timer(1.0, os.kill, (pid, signal.SIGKILL)).start()
+        said = rf"actor worker 1 \(pid {pid}\) ended with exit code -9"
+        with pytest.raises(WorkerError, match=said):
+            actors.publish(weights(0.0), 2)
+        with pytest.raises(WorkerError, match=said):
+            actors.collect()
 
 
 def test_a_bug_in_the_environment_is_named(tmp_path: Path):
@@ -303,13 +317,16 @@ def test_an_environment_that_cannot_be_built_is_an_error_at_once(tmp_path: Path)
 
 
 def driver_main(folder: Path) -> None:
-    actors = start(folder, CounterSuite(), workers=2)
+    # Workers that hang in a step notice nothing by themselves.
+    suite = CounterSuite(broken=(True,), fault="hang", fault_step=5)
+    actors = start(folder, suite, workers=2)
     actors.publish(weights(0.0), 1)
-    actors.collect()
+    actors.request()
+    while not (actors.board["beat"] > 0).all():
+        time.sleep(0.1)
     (folder / "pids").write_text(" ".join(str(p.pid) for p in actors.collector.procs))
     print("ready", flush=True)
-    while True:
-        actors.collect()
+    time.sleep(3600)
 
 
 def test_workers_die_with_their_driver(tmp_path: Path):
@@ -327,7 +344,10 @@ def test_workers_die_with_their_driver(tmp_path: Path):
     finally:
         driver.kill()
         driver.wait()
-    assert not wait_until_gone(pids)
+    survivors = wait_until_gone(pids)
+    for pid in survivors:
+        os.kill(pid, signal.SIGKILL)
+    assert not survivors
 
 
 def test_streams_of_seeds_ranks_and_workers_never_meet():

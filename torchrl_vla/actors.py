@@ -38,8 +38,10 @@ from torchrl_vla import schema
 from torchrl_vla.envs.chunked import ChunkedEnv, InitStateStream
 from torchrl_vla.envs.simulator import Suite
 
-FOREVER = 2**62
-"""Frames after which a collector would stop by itself."""
+FOREVER = 2**40
+"""Batches after which a collector would stop by itself."""
+PATIENCE = 120.0
+"""Seconds that a first decision (imports, rendering) or a publish (large weights) may take."""
 _BOARD = np.dtype(
     [
         ("pid", "i8"),
@@ -299,11 +301,12 @@ class Actors:
         scheme.strategy = _BetweenDecisions()
         kind = _AsyncCollector if self.asynchronous else MultiSyncCollector
         extra = {} if self.asynchronous else {"cat_results": 0}
+        frames = decisions if self.asynchronous else decisions * num_workers
         self.collector = kind(
             env_fns,
             policy_factory=partial(_make_behaviour, make_policy),
-            frames_per_batch=decisions if self.asynchronous else decisions * num_workers,
-            total_frames=FOREVER,
+            frames_per_batch=frames,
+            total_frames=frames * FOREVER,
             replay_buffer=replay,
             postproc=to_transitions if self.asynchronous else None,
             weight_sync_schemes={"policy": scheme},
@@ -379,11 +382,39 @@ class Actors:
             version: stamped on every decision they make from now on.
 
         Raises:
-            WorkerError: a worker is not alive to receive them.
+            WorkerError: a worker is not alive to receive them, or does not take them.
         """
         self._check(time.monotonic())
         stamped = TensorDict({"policy": weights, "policy_version": torch.tensor([version])})
-        self.collector.update_policy_weights_(stamped)
+        outcome: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+
+        def send() -> None:
+            try:
+                self.collector.update_policy_weights_(stamped)
+                outcome.put(None)
+            except BaseException as error:  # handed to the caller, which raises it
+                outcome.put(error)
+
+        # TorchRL waits for each worker's answer without an end, also when that worker has died.
+        threading.Thread(target=send, name="publisher", daemon=True).start()
+        self._await(outcome, version)
+
+    def _await(self, outcome: queue.SimpleQueue[BaseException | None], version: int) -> None:
+        limit = max(self.timeout, PATIENCE)
+        asked = time.monotonic()
+        while True:
+            try:
+                error = outcome.get(timeout=0.5)
+                break
+            except queue.Empty:
+                self._check(time.monotonic())
+                if time.monotonic() - asked > limit:
+                    raise WorkerError(
+                        f"not every actor worker took version {version} within {limit:.0f} s; "
+                        "look for an error of theirs above"
+                    ) from None
+        if error is not None:
+            raise WorkerError(f"publishing version {version} failed: {error}") from error
 
     def __enter__(self) -> Actors:
         return self
@@ -415,7 +446,7 @@ class Actors:
         for worker, beat in enumerate(self.board["beat"]):
             owing = self._owing[worker]
             started = max(float(beat), min(waiting_since, owing) if beat < owing else waiting_since)
-            limit = self.timeout if beat else max(self.timeout, 120.0)  # the first needs imports
+            limit = self.timeout if beat else max(self.timeout, PATIENCE)  # the first needs imports
             if now - started > limit and self._results.empty():
                 process = self.collector.procs[worker]
                 raise WorkerError(

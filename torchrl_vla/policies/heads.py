@@ -62,7 +62,7 @@ class GaussianHead(nn.Module):
         chunk_size: int,
         action_dim: int,
         hidden: int = 256,
-        log_std_range: tuple[float, float] = (-4.0, 0.0),
+        log_std_range: tuple[float, float] = (-4.0, -1.5),
     ) -> None:
         super().__init__()
         self.net = mlp(feature_dim, hidden, 2 * chunk_size * action_dim)
@@ -80,22 +80,35 @@ class GaussianHead(nn.Module):
 class QHead(nn.Module):
     """Value of an action chunk in a state, from pooled features.
 
+    Features pass a narrow normalised bottleneck first (as in DrQ, arXiv:2004.13649): beside hundreds
+    of features the few numbers of a chunk would be a per cent of the first layer's input, and Q
+    would take very long to notice what was done.
+
     Args:
         feature_dim: ``F``.
         chunk_size: ``H``.
         action_dim: ``A``.
         hidden: width of the hidden layers.
+        bottleneck: width of the feature projection.
     """
 
     def __init__(
-        self, feature_dim: int, chunk_size: int, action_dim: int, hidden: int = 256
+        self,
+        feature_dim: int,
+        chunk_size: int,
+        action_dim: int,
+        hidden: int = 256,
+        bottleneck: int = 64,
     ) -> None:
         super().__init__()
-        self.net = mlp(feature_dim + chunk_size * action_dim, hidden, 1)
+        self.project = nn.Sequential(
+            nn.Linear(feature_dim, bottleneck), nn.LayerNorm(bottleneck), nn.Tanh()
+        )
+        self.net = mlp(bottleneck + chunk_size * action_dim, hidden, 1)
 
     def forward(self, features: torch.Tensor, chunk: torch.Tensor) -> torch.Tensor:
         """Map ``[*, F]`` and ``[*, H, A]`` to ``[*, 1]``."""
-        return self.net(torch.cat([features, chunk.flatten(-2)], dim=-1))
+        return self.net(torch.cat([self.project(features), chunk.flatten(-2)], dim=-1))
 
 
 class ChunkParameters(TensorDictModuleBase):
