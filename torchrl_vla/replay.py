@@ -16,6 +16,8 @@ from torchrl.data import LazyMemmapStorage, TensorDictReplayBuffer
 from torchrl_vla import schema
 
 FEATURES = "features"
+STEPS = "steps_to_next_obs"
+"""Control steps between a row's observation and its ``next`` (the exponent of its discount)."""
 SMALL = (
     schema.CHUNK,
     schema.POLICY_VERSION,
@@ -27,6 +29,41 @@ SMALL = (
     schema.NUM_EXECUTED,
 )
 """What an update on cached features needs besides them."""
+
+
+def n_step(rows: TensorDict, n: int, gamma: float) -> TensorDict:
+    """Let every row look up to ``n`` decisions ahead, inside its episode and inside ``rows``.
+
+    Reward becomes the discounted sum, ``next`` (features, done, terminated) that of the last
+    decision taken in, and ``steps_to_next_obs`` the control steps until there. Later decisions were
+    chosen by the behaviour policy of that time; with a small ``n`` that bias is accepted, as in
+    n-step Q-learning generally.
+
+    Args:
+        rows: ``[M]`` in time order per simulator, with ``episode_id`` and ``decision``.
+        n: decisions, at least 1.
+        gamma: discount per control step.
+    """
+    episode, decision = rows[schema.EPISODE_ID][:, 0], rows[schema.DECISION][:, 0]
+    linked = torch.zeros(len(rows), dtype=torch.bool)
+    linked[:-1] = (episode[1:] == episode[:-1]) & (decision[1:] == decision[:-1] + 1)
+    linked &= ~rows[schema.DONE][:, 0]
+    reward, executed = rows[schema.REWARD], rows[schema.NUM_EXECUTED]
+    total, steps = reward.clone(), executed.clone()
+    last = torch.arange(len(rows))
+    going = linked.clone()
+    for _ in range(n - 1):
+        following = last[going] + 1
+        total[going] += gamma ** steps[going] * reward[following]
+        steps[going] += executed[following]
+        last[going] = following
+        going[going.clone()] = linked[following]
+    out = rows.clone(recurse=False)
+    out["next"] = rows["next"].clone(recurse=False)
+    out[schema.REWARD], out[STEPS] = total, steps
+    for key in (("next", FEATURES), schema.DONE, schema.TERMINATED):
+        out[key] = rows[key][last]
+    return out
 
 
 def make_replay(folder: Path, capacity: int) -> TensorDictReplayBuffer:
@@ -55,6 +92,8 @@ class ReplayFeed:
         demonstration_share: share of the minibatch from demonstrations, in [0, 1].
         encode: features of a batch of observations ``[B] -> [B, F]``; ``None`` to deliver images.
         seed: seed of the draws.
+        gamma: discount per control step, for ``n_steps``.
+        n_steps: decisions that online rows look ahead; above 1 needs cached features.
         encode_rows: rows encoded at once.
 
     Raises:
@@ -71,6 +110,8 @@ class ReplayFeed:
         demonstration_share: float,
         encode: Callable[[TensorDictBase], torch.Tensor] | None,
         seed: int,
+        gamma: float = 1.0,
+        n_steps: int = 1,
         encode_rows: int = 128,
     ) -> None:
         if batch_size < 1:
@@ -79,6 +120,12 @@ class ReplayFeed:
             raise ValueError(f"demonstration_share is {demonstration_share}; use 0 to 1")
         if demonstration_share and demonstrations is None:
             raise ValueError("demonstration_share is above 0 but there are no demonstrations")
+        if n_steps < 1 or (n_steps > 1 and encode is None):
+            raise ValueError(
+                f"n_steps is {n_steps}; it must be at least 1, and 1 when the trunk is trained "
+                "(trunk_lr above 0), because images are drawn one decision at a time"
+            )
+        self.gamma, self.n_steps = gamma, n_steps
         self.replay, self.capacity = replay, capacity
         self.num_demonstrations = round(batch_size * demonstration_share)
         self.num_online = batch_size - self.num_demonstrations
@@ -119,6 +166,8 @@ class ReplayFeed:
             schema.check_transitions(rows, where="actors into the replay")
         if self.encode is not None:
             small = self._small(rows)
+            ids = rows.select(schema.EPISODE_ID, schema.DECISION)
+            small = n_step(small.update(ids), self.n_steps, self.gamma).exclude(*ids.keys())
             if self._table is None:
                 self._table = small[:1].expand(self.capacity).clone().zero_()
             self._table[index] = small
@@ -151,6 +200,7 @@ class ReplayFeed:
 
     def _small(self, rows: TensorDictBase) -> TensorDict:
         out = rows.select(*SMALL).clone()
+        out[STEPS] = rows[schema.NUM_EXECUTED].clone()
         out[FEATURES] = self._encode(rows)
         following = rows["next"].select("observation")
         following[schema.TASK_ID] = rows[schema.TASK_ID]

@@ -69,9 +69,7 @@ def render_scenes(
     return out
 
 
-def label(
-    scenes: TensorDict, task_id: torch.Tensor, simulators: LabelledSimulators
-) -> TensorDict:
+def label(scenes: TensorDict, task_id: torch.Tensor, simulators: LabelledSimulators) -> TensorDict:
     """Return ``scenes`` under the instructions ``task_id`` (int64 ``[M, 1]``) with their label.
 
     One picture serves every instruction; the label follows the words.

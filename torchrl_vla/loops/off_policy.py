@@ -47,6 +47,8 @@ class ReplaySettings:
     """Action noise of the recorded expert."""
     min_decisions: int
     """Decisions in the replay before the first update."""
+    n_steps: int = 1
+    """Decisions that an online row looks ahead."""
 
 
 @dataclass(frozen=True)
@@ -262,6 +264,8 @@ def make_feed(
         demonstration_share=settings.demonstration_share,
         encode=policy.features if frozen else None,
         seed=seed * 1000 + run.topology.rank,
+        gamma=gamma,
+        n_steps=settings.n_steps,
     )
 
 

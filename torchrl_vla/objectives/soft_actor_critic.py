@@ -173,17 +173,34 @@ class SoftActorCritic:
 
     def _prepare(self, batch: TensorDictBase) -> TensorDictBase:
         batch = batch.copy()
-        # What was never executed cannot have caused the reward: Q sees noise there and learns that
-        # it does not matter. (Zeros would mark the ends of episodes, which the actor never plays.)
-        chunk = batch[schema.CHUNK]
-        noise = torch.empty_like(chunk).uniform_(-1, 1)
-        executed = batch[schema.EXECUTED_MASK].unsqueeze(-1)
-        batch[schema.CHUNK] = torch.where(executed, chunk, noise)
-        batch[STEPS] = batch[schema.NUM_EXECUTED]
+        if batch.get(STEPS, None) is None:
+            batch[STEPS] = batch[schema.NUM_EXECUTED]
         if batch.get(FEATURES, None) is None:
             batch[FEATURES] = self.encode(batch)
             with torch.no_grad():
                 following = batch["next"].copy()
                 following[schema.TASK_ID] = batch[schema.TASK_ID]
                 batch["next", FEATURES] = self.encode(following)
+        batch[schema.CHUNK] = self._fill_unexecuted(batch)
         return batch
+
+    def _fill_unexecuted(self, batch: TensorDictBase) -> Tensor:
+        """Return the chunks with never-executed numbers replaced by fresh samples of the policy.
+
+        What was not executed cannot have caused the reward, so Q must learn to ignore it. Chunks
+        end early only where episodes end; zeros or noise there would mark those states, and Q
+        would prefer actions that look like the end of an episode.
+        """
+        chunk = batch[schema.CHUNK]
+        rows = ~batch[schema.EXECUTED_MASK].all(-1)
+        if not bool(rows.any()):
+            return chunk
+        features = TensorDict(
+            {FEATURES: batch[FEATURES][rows].detach()}, batch_size=[int(rows.sum())]
+        )
+        with torch.no_grad():
+            fresh = self.actor.get_dist(features).sample()
+        filled = chunk.clone()
+        executed = batch[schema.EXECUTED_MASK][rows].unsqueeze(-1)
+        filled[rows] = torch.where(executed, chunk[rows], fresh)
+        return filled

@@ -106,9 +106,7 @@ class Tabletop:
         self.meta = suite_meta(image_size, second_camera)
         self.named_block = tuple(task.colour for task in TASKS)
         """Block that each task id names (privileged labels of ``algo=ground``)."""
-        self.asked_motion = tuple(
-            (task.direction, float(task.kind == "pick_up")) for task in TASKS
-        )
+        self.asked_motion = tuple((task.direction, float(task.kind == "pick_up")) for task in TASKS)
         """Sideways and upward motion that each task id asks for (privileged labels)."""
         self.num_envs = num_envs
         self._config = (num_envs, image_size, second_camera, render_quality)
