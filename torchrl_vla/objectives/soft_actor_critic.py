@@ -96,6 +96,7 @@ class SoftActorCritic:
         self.loss = SACLoss(
             actor,
             [Critic(head) for head in q_heads],
+            num_qvalue_nets=len(q_heads),
             alpha_init=alpha,
             target_entropy=target_entropy,
             loss_function="l2",
