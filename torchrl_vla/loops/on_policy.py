@@ -4,7 +4,10 @@
        ▲                                                                        │
        └──────────────────────────── publish (version + 1) ◀────────────────────┘
 
-Weights change between rounds only, and a round is dropped after use.
+Weights change between rounds only, and a round is dropped after use. With ``overlap`` the actors
+collect the next round, under the weights published before it began, while the learner updates on
+this one: every decision is then one version old when it is used, which the ratio of the stored
+log-probs accounts for.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from tensordict import TensorDictBase
+from tensordict import TensorDict, TensorDictBase
 from torch import nn
 
 from torchrl_vla import schema
@@ -56,6 +59,7 @@ def train(
     updates: UpdateSettings,
     seed: int,
     gamma: float,
+    overlap: bool,
     resume: bool,
 ) -> None:
     """Train until the run's budget is spent.
@@ -68,6 +72,7 @@ def train(
         updates: how a round becomes updates.
         seed: of everything.
         gamma: discount per control step.
+        overlap: collect the next round during the updates on this one (policy lag 1).
         resume: continue from the folder's last checkpoint.
     """
     rank = run.topology.rank
@@ -96,25 +101,32 @@ def train(
         attempt=run.counters["version"],
     )
 
-    def publish() -> None:
+    def gather() -> TensorDict:
         weights = full_weights(policy)
         load_full_weights(evaluated, weights)
-        workers.publish(weights, run.counters["version"])
+        return weights
 
     watch = Stopwatch()
     generator = torch.Generator().manual_seed(seed * 1000 + rank + learner.updates)
     with workers:
-        publish()
+        weights = gather()
+        workers.publish(weights, run.counters["version"])
         if not run.history:
             run.record(run.evaluate(evaluated, final=True))
         while True:
             with watch.wait(WAIT_ACTORS):
                 rollout = workers.collect()
-            metrics = rollout_metrics(rollout) | goal.credit(rollout)
+            if overlap:
+                workers.publish(weights, run.counters["version"])
+                workers.request()
+            lag = run.counters["version"] - rollout[schema.POLICY_VERSION].min()
+            metrics = rollout_metrics(rollout) | goal.credit(rollout) | {"policy_lag": float(lag)}
             metrics |= update_epochs(learner, rollout, updates, generator)
             steps, ended = (int(rollout[k].sum()) for k in (schema.NUM_EXECUTED, schema.DONE))
             run.count(steps, rollout.numel(), ended, updates=learner.updates)
-            publish()
+            weights = gather()
+            if not overlap:
+                workers.publish(weights, run.counters["version"])
             metrics |= watch.pop_shares()
             over = run.finished()
             if over or run.evaluation_due():

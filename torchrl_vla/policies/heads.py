@@ -80,9 +80,9 @@ class GaussianHead(nn.Module):
 class QHead(nn.Module):
     """Value of an action chunk in a state, from pooled features.
 
-    Features pass a narrow normalised bottleneck first (as in DrQ, arXiv:2004.13649): beside hundreds
-    of features the few numbers of a chunk would be a per cent of the first layer's input, and Q
-    would take very long to notice what was done.
+    Features pass a narrow normalised bottleneck first (as in DrQ, arXiv:2004.13649): beside
+    hundreds of features the few numbers of a chunk would be a per cent of the first layer's input,
+    and Q would take very long to notice what was done.
 
     Args:
         feature_dim: ``F``.

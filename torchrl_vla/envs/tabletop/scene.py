@@ -56,7 +56,7 @@ def _look_at(position: tuple[float, ...], target: tuple[float, ...]) -> str:
 
 
 def _gripper(second_camera: bool) -> str:
-    """The gripper body: three gantry slides, a palm and two fingers."""
+    """The gripper body: three gantry slides, two fingers and a palm too slim to hide the blocks."""
     camera = '<camera name="wrist" pos="0 -0.06 0.09" fovy="70" xyaxes="1 0 0 0 0.94 0.342"/>'
     fingers = "".join(
         f"""
@@ -73,8 +73,8 @@ def _gripper(second_camera: bool) -> str:
       <joint name="gantry_x" type="slide" axis="1 0 0"/>
       <joint name="gantry_y" type="slide" axis="0 1 0"/>
       <joint name="gantry_z" type="slide" axis="0 0 1"/>
-      <geom class="gripper" type="box" size="0.045 0.011 0.008" pos="0 0 0.056" mass="0.25"/>
-      <geom class="gripper" type="box" size="0.006 0.006 0.16" pos="0 0 0.224" mass="0.05"/>
+      <geom class="gripper" type="box" size="0.045 0.004 0.003" pos="0 0 0.050" mass="0.25"/>
+      <geom class="gripper" type="box" size="0.0025 0.0025 0.16" pos="0 0 0.213" mass="0.05"/>
       {camera if second_camera else ""}{fingers}
     </body>"""
 

@@ -21,7 +21,7 @@ from torchrl_vla.envs.tabletop.tasks import (
 mujoco = import_mujoco()
 
 MAX_STEPS = 48
-"""Control steps in which a task must be solved: running out is a failure, and the state has a clock.
+"""Control steps to solve a task in: running out is a failure, and the state has a clock.
 
 A limit that the state shows is part of the task (Pardo et al. 2018, arXiv:1712.00378), so the last
 step is terminal; an environment that cuts earlier truncates, as always.
