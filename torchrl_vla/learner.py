@@ -48,6 +48,17 @@ class ParameterGroup:
     max_grad_norm: float = math.inf
     weight_decay: float = 0.0
     betas: tuple[float, float] = (0.9, 0.999)
+    warm_up: int = 0
+    """Updates of linear warm-up. Adam's first steps move every parameter by the whole learning
+    rate, however small its gradient; a good start does not survive that."""
+    start: int = 0
+    """Update at which the warm-up begins (where the group's first gradient is expected)."""
+
+    def factor(self, update: int) -> float:
+        """Return the warm-up factor at ``update``, in (0, 1]."""
+        if not self.warm_up:
+            return 1.0
+        return min(1.0, max(1, update - self.start + 1) / self.warm_up)
 
     def __post_init__(self) -> None:
         if not self.params:
@@ -121,10 +132,9 @@ class Learner:
             for name, value in scalars.items():
                 summed[name] = summed.get(name, 0.0) + value.detach()
         norms = self._clip()
-        if self.schedule is not None:
-            factor = self.schedule(self.updates)
-            for group, settings in zip(self.groups, self.optimizer.param_groups, strict=True):
-                settings["lr"] = group.lr * factor
+        factor = 1.0 if self.schedule is None else self.schedule(self.updates)
+        for group, settings in zip(self.groups, self.optimizer.param_groups, strict=True):
+            settings["lr"] = group.lr * factor * group.factor(self.updates)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         if self.after_step is not None:

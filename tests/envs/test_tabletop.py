@@ -148,7 +148,7 @@ def test_instructions_are_distinct_lower_case_and_from_a_small_vocabulary(sims):
     assert all(text == text.lower() for text in INSTRUCTIONS)
     assert sims.meta.instructions == INSTRUCTIONS
     assert set(sims.meta.task_names) == set(TASK_KINDS)
-    assert (sims.meta.state_dim, sims.meta.action_dim, sims.meta.control_hz) == (5, 4, 20.0)
+    assert (sims.meta.state_dim, sims.meta.action_dim, sims.meta.control_hz) == (6, 4, 20.0)
 
 
 @pytest.mark.parametrize("sigma", [0.0, 0.3])
@@ -274,7 +274,7 @@ def test_actions_are_clipped_and_the_workspace_is_closed(sims):
     sims.reset(0, 0)
     for _ in range(40):
         sims.step(0, np.array([50.0, 50.0, 50.0, -50.0], np.float32))
-    assert np.allclose(sims.state(0), [0.2, 0.14, 0.2, 0, 0], atol=2e-3)
+    assert np.allclose(sims.state(0), [0.2, 0.14, 0.2, 0, 0, 40 / 48], atol=2e-3)
     sims.reset(0, 0)
     sims.step(0, np.array([50.0, 0, 0, 0], np.float32))
     assert sims._ctrl[0][0] == pytest.approx(0.02)

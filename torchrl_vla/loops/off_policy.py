@@ -80,6 +80,8 @@ class UpdateSettings:
     trunk_lr: float = 0.0
     """0: the trunk is frozen and its features are cached; above: the critic trains it."""
     q_heads: int = 2
+    actor_warm_up: int = 0
+    """Updates of linear warm-up of the actor's learning rate, once it begins to move."""
     micro_batch_size: int | None = None
 
     def __post_init__(self) -> None:
@@ -293,7 +295,14 @@ def make_learner(
     goal = objective(policy.actor, heads, policy.features, gamma=gamma)
     limit = settings.max_grad_norm
     groups = [
-        ParameterGroup("actor", list(policy.actor.parameters()), settings.lr, limit),
+        ParameterGroup(
+            "actor",
+            list(policy.actor.parameters()),
+            settings.lr,
+            limit,
+            warm_up=settings.actor_warm_up,
+            start=goal.critic_only_updates,
+        ),
         ParameterGroup("critic", goal.critic_parameters, settings.critic_lr, limit),
         ParameterGroup("alpha", goal.alpha_parameters, settings.alpha_lr),
     ]

@@ -43,6 +43,10 @@ class UpdateSettings:
     micro_batch_size: int | None = None
     """Decisions per backward pass; the whole minibatch if ``None``."""
     betas: tuple[float, float] = (0.9, 0.95)
+    warm_up: int = 0
+    """Updates of linear warm-up."""
+    frozen: tuple[str, ...] = ()
+    """Parameters of the model that stay as they are, by the start of their names."""
 
     def __post_init__(self) -> None:
         for name in ("minibatch_size", "epochs", "max_grad_norm"):
@@ -155,15 +159,18 @@ def make_learner(
 ) -> tuple[Learner, Any]:
     """Shard the policy and build objective and learner on it."""
     model = policy.model.model
+    idle = ("ground_head", *settings.frozen)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not name.startswith(idle))
     shard(model, run.topology.mesh, blocks=[type(model.blocks[0])])
     goal = objective(policy, gamma=gamma)
-    named = [(n, p) for n, p in model.named_parameters() if not n.startswith("ground_head")]
+    named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
     value = [p for n, p in named if n.startswith("value_head")]
     rest = [p for n, p in named if not n.startswith("value_head")]
-    limit, betas = settings.max_grad_norm, settings.betas
+    limit, betas, warm_up = settings.max_grad_norm, settings.betas, settings.warm_up
     groups = [
-        ParameterGroup("policy", rest, settings.lr, limit, betas=betas),
-        ParameterGroup("value", value, settings.value_lr, limit, betas=betas),
+        ParameterGroup("policy", rest, settings.lr, limit, betas=betas, warm_up=warm_up),
+        ParameterGroup("value", value, settings.value_lr, limit, betas=betas, warm_up=warm_up),
     ]
     learner = Learner(
         goal, groups, run.topology, sharded=[model], micro_batch_size=settings.micro_batch_size
