@@ -5,6 +5,7 @@ import multiprocessing
 import pytest
 import torch
 from envs.counter import SPLITS, CounterSuite
+from tensordict import TensorDict
 from torch import nn
 
 from torchrl_vla import schema
@@ -12,7 +13,7 @@ from torchrl_vla.actors import to_transitions
 from torchrl_vla.data.demonstrations import decision_transitions, record
 from torchrl_vla.envs.chunked import ChunkedEnv, InitStateStream
 from torchrl_vla.policies.tiny import make_policy
-from torchrl_vla.replay import FEATURES, ReplayFeed, make_replay
+from torchrl_vla.replay import FEATURES, ReplayFeed, make_replay, n_step
 
 CAPACITY = 20
 SUITE = CounterSuite(lengths=(7, 3))
@@ -266,3 +267,47 @@ def test_void_rows_are_refused_at_both_doors(tmp_path):
     replay.extend(rows)
     with pytest.raises(ValueError, match=r"actors into the replay: .*diverged"):
         feed.absorb()
+
+
+def rows_of(episodes: list[list[tuple[float, int, bool]]]) -> TensorDict:
+    """Decisions of several episodes in time order: (reward, executed steps, done) each."""
+    flat = [(e, d, *row) for e, rows in enumerate(episodes) for d, row in enumerate(rows)]
+    episode, decision, reward, executed, done = (
+        torch.tensor(x)[:, None] for x in zip(*flat, strict=True)
+    )
+    out = TensorDict(batch_size=[len(flat)])
+    out[schema.EPISODE_ID], out[schema.DECISION] = episode, decision
+    out[schema.REWARD], out[schema.NUM_EXECUTED] = reward.float(), executed
+    out[schema.DONE] = out[schema.TERMINATED] = done
+    out["next", "features"] = torch.arange(len(flat)).float()[:, None]
+    return out
+
+
+def test_n_step_looks_ahead_inside_an_episode_only():
+    # gamma 0.5 per control step; episode 0: rewards 0, 0, 1 with 2, 2, 1 steps; episode 1 goes on.
+    rows = rows_of([[(0, 2, False), (0, 2, False), (1, 1, True)], [(0, 2, False), (3, 2, False)]])
+    out = n_step(rows, 2, 0.5)
+    # row 0: 0 + 0.5^2 * 0 = 0 over 4 steps, next of row 1; row 1: 0 + 0.5^2 * 1 over 3 steps, next
+    # of row 2; row 2: its own; row 3: 0 + 0.5^2 * 3 over 4 steps; row 4 is the last: its own.
+    assert out[schema.REWARD][:, 0].tolist() == [0.0, 0.25, 1.0, 0.75, 3.0]
+    assert out["steps_to_next_obs"][:, 0].tolist() == [4, 3, 1, 4, 2]
+    assert out["next", "features"][:, 0].tolist() == [1, 2, 2, 4, 4]
+    assert out[schema.TERMINATED][:, 0].tolist() == [False, True, True, False, False]
+    # n = 3 from row 0: 0 + 0 + 0.5^4 * 1 over 5 steps.
+    out = n_step(rows, 3, 0.5)
+    assert out[schema.REWARD][0].item() == 0.0625
+    assert out["steps_to_next_obs"][0].item() == 5
+    assert rows[schema.REWARD][:, 0].tolist() == [0, 0, 1, 0, 3]  # the input is left alone
+
+
+def test_one_step_changes_nothing_but_the_discount_exponent():
+    rows = rows_of([[(0, 4, False), (1, 3, True)]])
+    out = n_step(rows, 1, 0.9)
+    assert torch.equal(out[schema.REWARD], rows[schema.REWARD])
+    assert torch.equal(out["steps_to_next_obs"], rows[schema.NUM_EXECUTED])
+
+
+def test_a_gap_in_the_decisions_is_not_bridged():
+    rows = rows_of([[(0, 4, False), (5, 4, False), (7, 4, False)]])
+    rows = rows[torch.tensor([0, 2])]  # the decision between them was void
+    assert n_step(rows, 2, 0.9)[schema.REWARD][:, 0].tolist() == [0.0, 7.0]
