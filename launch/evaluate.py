@@ -51,7 +51,7 @@ def load_policy(run_dir: Path, which: str, ranks: topology.Topology) -> tuple[nn
     path = checkpoints.latest() if which == "latest" else checkpoints.best()
     if path is None:
         raise FileNotFoundError(f"{run_dir} has no complete checkpoint yet")
-    loaded = checkpoints.load(path, {"modules": {"policy": policy}}, ranks)
+    loaded = checkpoints.load(path, {"modules": {"evaluated": policy}}, ranks)
     return policy, suite, {"config": cfg, "checkpoint": path, "loaded": loaded}
 
 

@@ -572,7 +572,18 @@ def behaviour_copy(
     return policy
 
 
-def load_full_weights(policy: nn.Module, weights: TensorDict) -> None:
-    """Copy whole ``weights`` (see ``policies.shard.full_weights``) into an unsharded policy."""
+def load_full_weights(policy: nn.Module, weights: TensorDict, share: float = 1.0) -> None:
+    """Move an unsharded policy towards whole ``weights`` (see ``policies.shard.full_weights``).
+
+    Args:
+        policy: changed in place.
+        weights: nested like ``TensorDict.from_module(policy)``.
+        share: 1 copies; below 1 keeps an exponential moving average (integers are copied).
+    """
+    own = TensorDict.from_module(policy).data
     with torch.no_grad():
-        TensorDict.from_module(policy).data.update_(weights)
+        if share < 1.0:
+            weights = own.apply(
+                lambda a, b: torch.lerp(a, b, share) if a.is_floating_point() else b, weights
+            )
+        own.update_(weights)

@@ -102,9 +102,9 @@ def train_grounding(
     with torch.no_grad():
         held = objective(labelled, {"scenes": torch.tensor(len(labelled))})
     error = 100 * float(held["position_error_m"])
-    run.save({"modules": {"policy": policy}})
     recipe = {"stage": "ground", "seed": seed, "held_out_error_cm": round(error, 3)}
-    export(run, policy, make_policy, recipe)
+    whole = export(run, policy, make_policy, recipe)
+    run.save({"modules": {"evaluated": whole}})
     if run.log is not None:
         print(f"grounding: held-out error {error:.2f} cm over {len(test)} scenes", flush=True)
     if error > max_error_cm:
@@ -180,7 +180,7 @@ def train_cloning(
     metrics = run.evaluate(whole, final=True)
     run.counters["updates"] += 1
     run.record(metrics)
-    run.save({"modules": {"policy": policy}})
+    run.save({"modules": {"evaluated": whole}})
     run.finish(whole)
     return metrics
 

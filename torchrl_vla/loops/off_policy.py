@@ -60,6 +60,8 @@ class PaceSettings:
     """Decisions that actors may be ahead of what the learner has used."""
     publish_updates: int
     """Updates between publishes."""
+    average_share: float = 1.0
+    """Share of the newest weights in the average that is evaluated, per publish; 1: no average."""
     warm_up_updates: int = 0
     """Updates on the first ``min_decisions`` alone, before the ratio counts."""
 
@@ -110,7 +112,7 @@ def train(
     learner, goal = make_learner(run, policy, objective, updates, gamma)
     torch.manual_seed(seed * 1000 + rank)
     state = {
-        "modules": {"policy": policy, "critic": goal.critic},
+        "modules": {"policy": policy, "critic": goal.critic, "evaluated": evaluated},
         "optimizers": {"learner": (learner.optimizer, [policy, goal.critic])},
     }
     loaded = run.resume(state) if resume else None
@@ -134,14 +136,14 @@ def train(
         replay=buffer,
     )
 
-    def publish() -> None:
+    def publish(share: float) -> None:
         weights = full_weights(policy)
-        load_full_weights(evaluated, weights)
+        load_full_weights(evaluated, weights, share)
         workers.publish(weights, run.counters["version"])
 
     watch, recent = Stopwatch(), Recent(deque(maxlen=200))
     with workers:
-        publish()
+        publish(1.0 if loaded is None else 0.0)
         if not run.history:
             run.record(run.evaluate(evaluated, final=True))
         pacer = Pacer(pace, actors.envs_per_worker * actors.decisions_per_env, replay.min_decisions)
@@ -152,7 +154,7 @@ def train(
                 metrics = learner.update(feed.sample())
                 pacer.updates += 1
             run.count(*recent.pop(), updates=learner.updates)
-            publish()
+            publish(pace.average_share)
             metrics |= recent.metrics() | watch.pop_shares()
             metrics |= {WAIT_LEARNER: workers.idle_share(), "replay/rows": float(len(feed))}
             over = run.finished()

@@ -86,7 +86,7 @@ def train(
     learner, goal = make_learner(run, policy, objective, updates, gamma)
     torch.manual_seed(seed * 1000 + rank)  # equal weights, different noise on every rank
     state = {
-        "modules": {"policy": policy},
+        "modules": {"policy": policy, "evaluated": evaluated},
         "optimizers": {"learner": (learner.optimizer, [policy])},
     }
     loaded = run.resume(state) if resume else None
