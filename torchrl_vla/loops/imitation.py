@@ -28,12 +28,6 @@ def warm_up_and_decay(updates: int, warm_up: int) -> Callable[[int], float]:
     return lambda update: min(1.0, (update + 1) / warm_up) * max(0.02, 1.0 - update / updates)
 
 
-def demonstration_ids(run: Run, episodes: int) -> range:
-    """Return the initial states that demonstrations start from."""
-    first = run.suite.splits["demo"].start
-    return range(first, first + episodes)
-
-
 def _fit(
     run: Run, learner: Learner, draw: Callable[[torch.Generator], TensorDict], updates: int
 ) -> None:
