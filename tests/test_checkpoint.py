@@ -22,9 +22,9 @@ from tensordict import TensorDict
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from torchrl_vla import checkpoint as ckpt
 from torchrl_vla import topology as topo
 from torchrl_vla.checkpoint import Checkpointer, rng_state, set_rng_state
+from torchrl_vla.checkpoint import checkpointer as ckpt
 from torchrl_vla.policies.shard import all_reduce_replicated_grads, full_weights, shard
 
 BATCH, WIDTH = 8, 6
@@ -190,7 +190,7 @@ def kill_main(t: topo.Topology, root: Path, moment: str) -> None:
     elif moment == "shards, no metadata":
         dcp.FileSystemWriter.finish = die
     elif moment == "half a manifest":
-        write = ckpt._write_json
+        write = ckpt.write_json
 
         def half(path: Path, content: object) -> None:
             if path.name == "manifest.json":
@@ -198,7 +198,7 @@ def kill_main(t: topo.Topology, root: Path, moment: str) -> None:
                 die()
             write(path, content)
 
-        ckpt._write_json = half
+        ckpt.write_json = half
     elif moment == "before the rename":
         Path.rename = die
     store.save(200, run.state(), topology=t)
