@@ -24,7 +24,13 @@ from torch.nn import functional
 
 from torchrl_vla.policies.heads import GaussianHead, TokenHead, chunk_actor
 from torchrl_vla.policies.instructions import build_vocabulary
-from torchrl_vla.policies.policy import Decode, GaussianPolicy, Observer, TokenPolicy
+from torchrl_vla.policies.policy import (
+    Decode,
+    GaussianPolicy,
+    Observer,
+    Precision,
+    TokenPolicy,
+)
 from torchrl_vla.policies.weights import load_weights
 from torchrl_vla.schema import SuiteMeta
 
@@ -43,9 +49,9 @@ class KeypointTokens(nn.Module):
         super().__init__()
         self.stem = nn.Sequential(
             nn.Conv2d(3, 32, 4, stride=4),
-            nn.GELU(),
+            nn.ReLU(),
             nn.Conv2d(32, 48, 3, padding=1),
-            nn.GELU(),
+            nn.ReLU(),
             nn.Conv2d(48, keypoints, 1),
         )
         # PyTorch's default shrinks the signal at every layer, and flat maps have no keypoints.
@@ -112,7 +118,7 @@ class Block(nn.Module):
         )
         attended = functional.scaled_dot_product_attention(query, key, value, attn_mask=mask)
         x = x + self.out(attended.transpose(1, 2).flatten(-2))
-        return x + self.down(functional.gelu(self.up(self.norm2(x))))
+        return x + self.down(functional.relu(self.up(self.norm2(x))))
 
 
 class TinyModel(nn.Module):
@@ -158,14 +164,14 @@ class TinyModel(nn.Module):
         self.words = nn.Embedding(vocabulary_size + 1, width, padding_idx=0)
         self.positions = nn.Parameter(0.1 * torch.randn(max_words, width))
         self.state_in = nn.Sequential(
-            nn.Linear(state_dim, width), nn.GELU(), nn.Linear(width, width)
+            nn.Linear(state_dim, width), nn.ReLU(), nn.Linear(width, width)
         )
         self.queries = nn.Parameter(0.1 * torch.randn(1 + chunk_size, width))
         self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
         self.norm = nn.LayerNorm(width)
         self.token_head = TokenHead(width, action_dim, num_bins)
         self.value_head = nn.Linear(width, 1)
-        self.ground_head = nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.Linear(width, 6))
+        self.ground_head = nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 6))
         self.register_buffer("state_mean", torch.zeros(state_dim))
         self.register_buffer("state_std", torch.ones(state_dim))
         nn.init.normal_(self.words.weight, std=0.5)
@@ -238,6 +244,8 @@ def make_policy(
     num_bins: int = 64,
     temperature: float = 0.6,
     eval_decode: Decode = "mean",
+    precision: Precision = "float32",
+    store_log_probs: bool = False,
     **sizes: int,
 ) -> TokenPolicy | GaussianPolicy:
     """Build a tiny VLA for a suite.
@@ -251,6 +259,8 @@ def make_policy(
         num_bins: ``V``.
         temperature: softmax temperature of the token policy.
         eval_decode: see the policy classes.
+        precision: of the model's forward and backward pass, see ``Observer``.
+        store_log_probs: see ``GaussianPolicy``; the token policy always stores them.
         **sizes: ``width``, ``layers``, ``heads``, ``keypoints`` of :class:`TinyModel`.
 
     Raises:
@@ -271,7 +281,7 @@ def make_policy(
     if weights is not None:
         path = SHIPPED_WEIGHTS if weights == "shipped" else Path(weights)
         load_weights(path, model=model, gaussian=gaussian, vocabulary=vocabulary)
-    observer = Observer(model, meta.instructions, vocabulary)
+    observer = Observer(model, meta.instructions, vocabulary, precision)
     if head == "tokens":
         return TokenPolicy(
             observer,
@@ -282,5 +292,10 @@ def make_policy(
             eval_decode=eval_decode,
         )
     if head == "gaussian":
-        return GaussianPolicy(observer, chunk_actor(gaussian), eval_decode=eval_decode)
+        return GaussianPolicy(
+            observer,
+            chunk_actor(gaussian),
+            eval_decode=eval_decode,
+            store_log_probs=store_log_probs,
+        )
     raise ValueError(f"head is {head!r}; use 'tokens' or 'gaussian'")
