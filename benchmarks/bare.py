@@ -148,32 +148,33 @@ class BareSAC:
             fused=True,
         )
 
-    def sample(self, features: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return a chunk ``[B, H, A]``, its log-prob ``[B, 1]`` and the head's ``loc``."""
-        loc, scale = self.actor(features)
+    def sample(self, loc: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+        """Return a chunk ``[B, H, A]`` and its log-prob ``[B, 1]``."""
         noise = torch.randn_like(loc)
         raw = loc + scale * noise
         normal = -noise.square() / 2 - scale.log() - math.log(2 * math.pi) / 2
         slope = 2 * (math.log(2) - raw - functional.softplus(-2 * raw))
-        return raw.tanh(), (normal - slope).flatten(1).sum(-1, keepdim=True), loc
+        return raw.tanh(), (normal - slope).flatten(1).sum(-1, keepdim=True)
 
     def update(self, batch: Mapping[str, Tensor]) -> Report:
         """Take one optimizer step on critics, actor and alpha, and move the targets."""
         settings, features = self.settings, batch["features"]
         mask = batch["executed_mask"][..., None]
-        noise = torch.empty_like(batch["chunk"]).uniform_(-1, 1)
-        chunk = torch.where(mask, batch["chunk"], noise)
+        loc, scale = self.actor(features)
+        with torch.no_grad():
+            fresh, _ = self.sample(loc, scale)
+        chunk = torch.where(mask, batch["chunk"], fresh)
         alpha = self.log_alpha.detach().exp()
         with torch.no_grad():
-            following, log_prob, _ = self.sample(batch["next_features"])
+            following, log_prob = self.sample(*self.actor(batch["next_features"]))
             q = torch.stack([target(batch["next_features"], following) for target in self.targets])
             soft = q.amin(0) - alpha * log_prob
-            discount = settings.gamma ** batch["num_executed"] * ~batch["terminated"]
+            discount = settings.gamma ** batch["steps"] * ~batch["terminated"]
             wanted = batch["reward"] + discount * soft
         losses = [functional.mse_loss(critic(features, chunk), wanted) for critic in self.critics]
         loss_critic = losses[0] + losses[1]
         _require_grad(self.critic_params, False)
-        chosen, log_prob, loc = self.sample(features)
+        chosen, log_prob = self.sample(loc, scale)
         q = torch.stack([critic(features, chosen) for critic in self.critics]).amin(0)
         _require_grad(self.critic_params, True)
         loss_actor = (alpha * log_prob - q).mean()
@@ -187,8 +188,7 @@ class BareSAC:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         with torch.no_grad():
-            for target, source in zip(self.target_params, self.critic_params, strict=True):
-                target.lerp_(source, settings.tau)
+            torch._foreach_lerp_(self.target_params, self.critic_params, settings.tau)
         return {
             "loss_critic": loss_critic.item(),
             "loss_actor": loss_actor.item(),

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from bare import BarePPO, BareSAC, PPOSettings, SACSettings
 from configuration import arguments, settings_of
+from hydra.utils import instantiate
 from side_by_side import Ratio, Sample, command_line, machine, report, take_turns
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
@@ -33,8 +34,9 @@ from torchrl_vla.actors import to_transitions
 from torchrl_vla.envs.chunked import ChunkedEnv, InitStateStream
 from torchrl_vla.envs.tabletop import TabletopSuite
 from torchrl_vla.loops import off_policy, on_policy
-from torchrl_vla.objectives.clipped_ppo import ADVANTAGE, TARGET, ClippedPPO
-from torchrl_vla.objectives.soft_actor_critic import DEMONSTRATION, SoftActorCritic
+from torchrl_vla.objectives.critics import DEMONSTRATION, STEPS
+from torchrl_vla.objectives.policy_gradient import ADVANTAGE, TARGET
+from torchrl_vla.objectives.soft_actor_critic import SoftActorCritic
 from torchrl_vla.policies.heads import QHead
 from torchrl_vla.policies.shard import full_weights
 from torchrl_vla.policies.tiny import make_policy
@@ -54,6 +56,8 @@ RATIOS = (
         at_least=False,
     ),
 )
+NO_WARM_UP = {"ppo": {"warm_up": 0}, "sac": {"actor_warm_up": 0}}
+"""Warm-up would scale our compared steps only; it costs no time."""
 Update = Callable[[], Mapping[str, float]]
 
 
@@ -138,7 +142,7 @@ def plain_sac(batch: TensorDictBase) -> dict[str, Tensor]:
         "chunk": batch[schema.CHUNK],
         "reward": batch[schema.REWARD],
         "terminated": batch[schema.TERMINATED],
-        "num_executed": batch[schema.NUM_EXECUTED],
+        "steps": batch[STEPS],
         "executed_mask": batch[schema.EXECUTED_MASK],
         "demonstrated": batch[schema.POLICY_VERSION] == DEMONSTRATION,
     }
@@ -152,21 +156,20 @@ def ppo_variants(ranks: topology.Topology, minibatch: int) -> dict[str, Update]:
     policy = make_policy(TabletopSuite().meta, head="tokens")
     models = [copy.deepcopy(policy.model.model) for _ in range(2)]
     collected = rollout(policy, minibatch // 8, 8, gamma)
-    updates = on_policy.UpdateSettings(**arguments(algo["updates"]))
-    objective = partial(ClippedPPO, **arguments(algo["objective"]))
-    learner, goal = on_policy.make_learner(
-        SimpleNamespace(topology=ranks), policy, objective, updates, gamma
-    )
+    updates = on_policy.UpdateSettings(**arguments(algo["updates"]) | NO_WARM_UP["ppo"])
+    objective = instantiate(algo["objective"])
+    learner, goal = on_policy.make_learner(ranks, policy, objective, updates, gamma=gamma)
     for _ in range(goal.value_only_rounds + 1):
-        goal.credit(collected)
-    batch = collected.reshape(-1)
+        rows, _ = goal.credit(collected, 0)
+    goal.pop_gap()  # measured in a round's first update only
+    batch = rows.reshape(-1)
     plain = plain_ppo(batch)
     numbers = PPOSettings(
         lr=updates.lr,
         value_lr=updates.value_lr,
         betas=updates.betas,
         max_grad_norm=updates.max_grad_norm,
-        clip=goal.clip,
+        clip=(goal.clip_low, goal.clip_high),
         value_weight=goal.value_weight,
         temperature=policy.temperature,
     )
@@ -229,7 +232,7 @@ def sac_variants(ranks: topology.Topology, folder: Path) -> dict[str, Update]:
     torch.manual_seed(0)
     policy = make_policy(TabletopSuite().meta, head="gaussian")
     batch = sac_batch(policy, conf, folder)
-    updates = off_policy.UpdateSettings(**arguments(algo["updates"]))
+    updates = off_policy.UpdateSettings(**arguments(algo["updates"]) | NO_WARM_UP["sac"])
     objective = partial(SoftActorCritic, **arguments(algo["objective"]))
     run = SimpleNamespace(topology=ranks, suite=TabletopSuite(), chunk_size=CHUNK)
     actor = copy.deepcopy(policy.actor[0].module)
@@ -244,8 +247,8 @@ def sac_variants(ranks: topology.Topology, folder: Path) -> dict[str, Update]:
 
     def our_weights() -> TensorDict:
         head = TensorDict.from_module(policy.actor[0].module).data.clone()
-        q = goal.loss.qvalue_network_params.data.clone()
-        return TensorDict({"actor": head, "critics": q["module"]})
+        heads = [TensorDict.from_module(q).data.clone() for q in goal.ensemble.online]
+        return TensorDict({"actor": head, "critics": torch.stack(heads)})
 
     def weights_by_hand() -> TensorDict:
         q = torch.stack([TensorDict.from_module(critic).data.clone() for critic in critics])

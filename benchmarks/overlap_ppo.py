@@ -22,11 +22,11 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 from configuration import arguments, settings_of
+from hydra.utils import instantiate
 from side_by_side import Ratio, Sample, command_line, machine, report, take_turns
 from tensordict import TensorDictBase
 from torch import nn
@@ -38,7 +38,6 @@ from torchrl_vla.envs.chunked import ChunkedEnv, InitStateStream
 from torchrl_vla.envs.tabletop import TabletopSuite
 from torchrl_vla.learner import Learner
 from torchrl_vla.loops import on_policy
-from torchrl_vla.objectives.clipped_ppo import ClippedPPO
 from torchrl_vla.policies.shard import full_weights
 from torchrl_vla.policies.tiny import make_policy
 
@@ -63,8 +62,9 @@ class Side:
 
     def train_on(self, rollout: TensorDictBase) -> int:
         """Take all updates of a round; return its env steps."""
-        self.goal.credit(rollout)
-        on_policy.update_epochs(self.learner, rollout, self.updates, self.generator)
+        # Both sides train on every decision; how old it is makes no difference to the time.
+        rows, _ = self.goal.credit(rollout, int(rollout[schema.POLICY_VERSION].max()))
+        on_policy.update_epochs(self.learner, rows, self.updates, self.generator)
         return int(rollout[schema.NUM_EXECUTED].sum())
 
 
@@ -76,10 +76,8 @@ def make_side(conf: dict[str, Any], ranks: topology.Topology) -> Side:
     torch.manual_seed(0)
     policy = make()
     updates = on_policy.UpdateSettings(**arguments(algo["updates"]))
-    objective = partial(ClippedPPO, **arguments(algo["objective"]))
-    learner, goal = on_policy.make_learner(
-        SimpleNamespace(topology=ranks), policy, objective, updates, gamma
-    )
+    objective = instantiate(algo["objective"])
+    learner, goal = on_policy.make_learner(ranks, policy, objective, updates, gamma=gamma)
     actors = replace(ActorSettings(**arguments(algo["actors"])), num_workers=1)
     return Side(make, policy, goal, learner, updates, actors, gamma)
 

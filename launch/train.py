@@ -11,6 +11,7 @@ import signal
 import sys
 import time
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 from torchrl_vla.envs.gl import choose_backend
@@ -27,6 +28,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from torchrl_vla import topology
 from torchrl_vla.actors import die_with_parent
+from torchrl_vla.loops import on_policy
+from torchrl_vla.loops.check import check_ratio
 from torchrl_vla.loops.run import Budget, EvaluationPlan, Run
 from torchrl_vla.report import CURVE_FILE, write_page
 
@@ -94,6 +97,22 @@ def build_run(cfg: DictConfig, ranks: topology.Topology) -> tuple[Run, bool]:
     return run, resume
 
 
+def choose_check(cfg: DictConfig, loop: partial[None]) -> partial[bool]:
+    """Return the check that ``check`` names, with the settings of the loop.
+
+    Raises:
+        ValueError: no such check, or the algorithm stores no log-probs to compare.
+    """
+    if cfg.check != "ratio":
+        raise ValueError(f"check={cfg.check!r} is unknown; use check=ratio or check=null")
+    if loop.func is not on_policy.train:
+        raise ValueError(
+            f"check=ratio compares the log-probs that actors store with the learner's, and "
+            f"algo={cfg.algo.name} stores none; use it with an on-policy algorithm such as ppo"
+        )
+    return partial(check_ratio, **loop.keywords)
+
+
 @hydra.main(version_base="1.3", config_path="../conf", config_name="train")
 def main(cfg: DictConfig) -> None:
     """Compose, check, train."""
@@ -111,9 +130,13 @@ def main(cfg: DictConfig) -> None:
     shared = {"seed": cfg.seed, "make_policy": instantiate(cfg.policy)}
     if "gamma" in cfg:
         shared |= {"gamma": cfg.gamma, "resume": resume}
-    loop = OmegaConf.masked_copy(cfg.algo, [key for key in cfg.algo if key != "name"])
+    loop = instantiate(OmegaConf.masked_copy(cfg.algo, [k for k in cfg.algo if k != "name"]))
+    if cfg.check is not None:
+        passed = choose_check(cfg, loop)(run, **shared)
+        ranks.stop()
+        sys.exit(0 if passed else 1)
     with run.screen:
-        instantiate(loop)(run, **shared)
+        loop(run, **shared)
     ranks.stop()
 
 

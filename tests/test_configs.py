@@ -20,7 +20,7 @@ ROOT = Path(__file__).parent.parent
 CONF = ROOT / "conf"
 FILES = sorted(CONF.rglob("*.yaml"))
 ALGORITHMS = sorted(path.stem for path in (CONF / "algo").glob("*.yaml"))
-REINFORCED = ("ppo", "sac")
+ON_POLICY = ("ppo", "grpo", "rloo", "reinforce_pp", "ppo_gaussian")
 
 
 def load_program(name: str):
@@ -76,7 +76,7 @@ def test_every_algorithm_composes_and_fits_its_loop(algorithm: str):
     loop = instantiate(OmegaConf.masked_copy(cfg.algo, [k for k in cfg.algo if k != "name"]))
     assert isinstance(loop, partial)
     shared = {"seed": cfg.seed, "make_policy": make_policy}
-    if algorithm in REINFORCED:
+    if "gamma" in cfg:
         shared |= {"gamma": cfg.gamma, "resume": False}
     # what launch/train.py calls: every argument of the loop is given, and no other
     bound = inspect.signature(loop.func).bind("run", **loop.keywords, **shared)
@@ -119,13 +119,13 @@ def run(*overrides: str) -> None:
 
 
 QUICK = {
-    "ppo": ("algo=ppo", "policy.weights=null"),
+    **{name: (f"algo={name}", "policy.weights=null") for name in ON_POLICY},
     "sac": ("algo=sac", "policy.weights=null", "algo.replay.demonstration_episodes=2"),
 }
 
 
 @pytest.mark.usefixtures("no_process")
-@pytest.mark.parametrize("algorithm", REINFORCED)
+@pytest.mark.parametrize("algorithm", QUICK)
 def test_good_settings_reach_the_start_of_the_actors(algorithm: str):
     with pytest.raises(AssertionError, match="a process was started"):
         run(*QUICK[algorithm])
@@ -159,7 +159,25 @@ def test_unknown_keys_and_choices(override: str, message: str):
         ("ppo", ("policy.eval_decode=best",), "eval_decode is 'best'"),
         ("ppo", ("policy.weights=shipped", "chunk_size=8"), "does not fit the policy"),
         ("ppo", ("policy.weights=shipped", "policy.num_bins=256"), "does not fit the policy"),
-        ("ppo", ("policy.head=gaussian",), "head"),
+        ("ppo", ("policy.head=gaussian",), "stores no log-probs"),
+        ("ppo", ("policy.precision=float16",), "precision is 'float16'"),
+        ("ppo", ("algo.max_lag=-1",), "max_lag is -1"),
+        ("ppo", ("+algo.actors.group_size=8",), "group_size=8 has no use with Gae"),
+        ("ppo", ("+algo.objective.dynamic_sampling=true",), "dynamic_sampling=True has no use"),
+        ("ppo", ("+algo.updates.head_lr=1",), "head_lr=1 has no use"),
+        ("ppo", ("algo.objective.kl_kind=k3",), "kl_kind='k3' has no use"),
+        ("ppo", ("algo.objective.kl_weight=0.1",), "needs kl_kind"),
+        ("ppo", ("algo.objective.advantage.lmbda=2",), "lmbda is 2"),
+        ("ppo", ("algo.updates.target_kl=0",), "target_kl is 0"),
+        ("grpo", ("+algo.objective.value_weight=0.5",), "value_weight=0.5 has no use with Group"),
+        ("grpo", ("+algo.objective.value_clip=0.2",), "value_clip=0.2 has no use with Group"),
+        ("grpo", ("+algo.updates.value_lr=1e-3",), "value_lr=0.001 has no use"),
+        ("grpo", ("algo.actors.group_size=1",), "needs actors.group_size"),
+        ("grpo", ("gamma=0.99",), "gamma is 0.99, but GroupRelative"),
+        ("rloo", ("gamma=0.99",), "gamma is 0.99, but LeaveOneOut"),
+        ("reinforce_pp", ("+algo.actors.group_size=8",), "group_size=8 has no use with Reinf"),
+        ("ppo_gaussian", ("algo.updates.head_lr=null",), "head_lr is missing"),
+        ("ppo_gaussian", ("policy.store_log_probs=false",), "stores no log-probs"),
         ("ppo", ("gamma=1.5",), "gamma is 1.5"),
         ("ppo", ("budget.minutes=null",), "budget has no limit"),
         ("ppo", ("budget.env_steps=-1",), "budget.env_steps is -1"),

@@ -23,17 +23,34 @@ from torchrl_vla import schema
 from torchrl_vla import topology as topo
 from torchrl_vla.learner import Learner, ParameterGroup
 from torchrl_vla.loops import off_policy, on_policy
-from torchrl_vla.objectives.clipped_ppo import ADVANTAGE, TARGET, VALID, ClippedPPO
-from torchrl_vla.objectives.soft_actor_critic import DEMONSTRATION, SoftActorCritic
+from torchrl_vla.objectives.credit import VALID, Gae, GroupRelative
+from torchrl_vla.objectives.critics import DEMONSTRATION
+from torchrl_vla.objectives.policy_gradient import ADVANTAGE, TARGET, WEIGHT, PolicyGradient
+from torchrl_vla.objectives.soft_actor_critic import SoftActorCritic
 from torchrl_vla.policies.policy import VALUE
 from torchrl_vla.policies.tiny import make_policy
 
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
 ROWS, STEPS, ACTIONS, BINS = 8, 3, META.action_dim, 8
-CASES = ("ppo", "sac_frozen", "sac_trunk")
+VALUE_TERM = {"advantage": Gae(), "value_weight": 0.5, "value_clip": 0.5}
+ON_POLICY = {
+    "ppo": VALUE_TERM | {"entropy_weight": 0.01},
+    "grpo": {
+        "advantage": GroupRelative(divide_by_std=False),
+        "gamma": 1.0,
+        "group_size": 2,
+        "max_hold": 0,
+        "weighting": "trajectory",
+        "ratio": "chunk",
+        "dual_clip": 3.0,
+    },
+    "ppo_gaussian": VALUE_TERM | {"entropy_weight": 0.01},
+}
+"""Options that differ from the defaults; together they reach every term of the loss."""
+CASES = (*ON_POLICY, "sac_frozen", "sac_trunk")
 
 
-def small_policy(head: str) -> nn.Module:
+def small_policy(head: str, **settings: object) -> nn.Module:
     torch.manual_seed(0)
     policy = make_policy(
         META,
@@ -44,6 +61,7 @@ def small_policy(head: str) -> nn.Module:
         width=16,
         heads=2,
         keypoints=4,
+        **settings,
     )
     nn.init.normal_(policy.model.model.token_head.linear.weight, std=0.3)
     nn.init.normal_(policy.model.model.value_head.weight)
@@ -71,6 +89,7 @@ def transitions() -> TensorDict:
     td[schema.POLICY_VERSION] = torch.tensor(versions)[:, None]
     td[ADVANTAGE], td[TARGET], td[VALUE] = torch.randn(3, ROWS, 1, generator=g).unbind()
     td[VALID] = torch.tensor([1, 1, 1, 1, 0, 1, 0, 0], dtype=torch.bool)[:, None]
+    td[WEIGHT] = torch.tensor([4, 1, 1, 1, 2, 4, 1, 1]).float()[:, None] / 8
     td["seed"] = torch.arange(ROWS)[:, None] // 4
     return td
 
@@ -89,16 +108,29 @@ class Seeded:
 def build(case: str, ranks: topo.Topology, micro_batch_size: int | None):
     """Return learner and minibatch (this rank's rows) as the loops put them together."""
     run = SimpleNamespace(topology=ranks, suite=CounterSuite(), chunk_size=STEPS)
-    policy = small_policy("tokens" if case == "ppo" else "gaussian")
+    on_tokens = case in ("ppo", "grpo")
+    stores = case == "ppo_gaussian"
+    policy = small_policy("tokens" if on_tokens else "gaussian", store_log_probs=stores)
     batch = transitions()
-    if case == "ppo":
+    if case in ON_POLICY:
         with torch.no_grad():
-            own = policy.get_dist(policy.score(batch.copy())).log_prob(batch[schema.TOKENS])
+            dist = policy.get_dist(policy.score(batch.copy()))
+            if stores:  # a chunk from far outside would have gradients that no rounding survives
+                batch[schema.CHUNK] = dist.sample()
+            own = dist.log_prob(batch[policy.action_key])
         g = torch.Generator().manual_seed(2)
         batch[schema.LOG_PROBS] = own + 0.3 * torch.randn(own.shape, generator=g)
-        settings = on_policy.UpdateSettings(8, 1, 1e-3, 1e-3, 1e9, micro_batch_size)
-        objective = partial(ClippedPPO, entropy_weight=0.01, value_only_rounds=0)
-        learner, goal = on_policy.make_learner(run, policy, objective, settings, 0.9)
+        settings = on_policy.UpdateSettings(
+            minibatch_size=8,
+            epochs=1,
+            lr=1e-3,
+            max_grad_norm=1e9,
+            value_lr=None if case == "grpo" else 1e-3,
+            head_lr=1e-3 if stores else None,
+            micro_batch_size=micro_batch_size,
+        )
+        options = {"gamma": 0.9} | ON_POLICY[case]
+        learner, goal = on_policy.make_learner(ranks, policy, PolicyGradient, settings, **options)
         goal.rounds = 1
     else:
         trunk_lr = 1e-3 * (case == "sac_trunk")
@@ -189,9 +221,14 @@ def two_ranks(tmp_path_factory):
 @pytest.mark.parametrize("case", CASES)
 def test_two_ranks_equal_one_on_the_global_batch(case: str, one: topo.Topology, two_ranks):
     # Random numbers are drawn per half, so the single process takes the halves one by one, too.
-    learner, batch = build(case, one, None if case == "ppo" else ROWS // 2)
+    learner, batch = build(case, one, None if case in ON_POLICY else ROWS // 2)
     wanted, report = gradients_of_an_update(learner, batch)
-    expected = {"ppo": {"policy", "value"}, "sac_frozen": {"actor", "critic", "alpha"}}
+    expected = {
+        "ppo": {"policy", "value"},
+        "grpo": {"policy"},
+        "ppo_gaussian": {"policy", "head", "value"},
+        "sac_frozen": {"actor", "critic", "alpha"},
+    }
     expected["sac_trunk"] = expected["sac_frozen"] | {"trunk"}
     assert {name.split(".")[0] for name in wanted} == expected[case]
     for rank in two_ranks:
@@ -222,7 +259,7 @@ def test_any_micro_batch_split_gives_the_same_gradient(case: str, size: int, one
     for micro_batch_size in (None, size):
         learner, batch = build(case, one, micro_batch_size)
         batch["seed"] = torch.arange(ROWS)[:, None]
-        if case != "ppo":
+        if case not in ON_POLICY:
             learner.objective = Noiseless(learner.objective.objective)
         results.append(gradients_of_an_update(learner, batch))
     (whole, report), (split, split_report) = results
@@ -234,7 +271,7 @@ def test_any_micro_batch_split_gives_the_same_gradient(case: str, size: int, one
 def ppo_rows(valid: list[bool]) -> tuple[Learner, TensorDict]:
     """Return a learner and rows with 1 and 3 executed steps (then 2), advantages 1, -1, ratio 1."""
     policy = small_policy("tokens")
-    goal = ClippedPPO(policy, gamma=1.0, value_only_rounds=0)
+    goal = PolicyGradient(policy, gamma=1.0, advantage=Gae(), value_weight=0.5)
     goal.rounds = 1
     params = list(policy.model.model.parameters())
     learner = Learner(goal, [ParameterGroup("policy", params, 0.0)], ALONE)

@@ -1,6 +1,7 @@
 """The learner's draws: shares, cached features, the ring, and rows that are still being written."""
 
 import multiprocessing
+import threading
 
 import pytest
 import torch
@@ -12,8 +13,9 @@ from torchrl_vla import schema
 from torchrl_vla.actors import to_transitions
 from torchrl_vla.data.demonstrations import decision_transitions, record
 from torchrl_vla.envs.chunked import ChunkedEnv, InitStateStream
+from torchrl_vla.objectives.critics import FEATURES, OUTCOME
 from torchrl_vla.policies.tiny import make_policy
-from torchrl_vla.replay import FEATURES, ReplayFeed, make_replay, n_step
+from torchrl_vla.replay import ReplayFeed, Sampling, make_replay, n_step
 
 CAPACITY = 20
 SUITE = CounterSuite(lengths=(7, 3))
@@ -41,15 +43,18 @@ def demonstrations():
 
 def make(tmp_path, **settings):
     replay = make_replay(tmp_path / "replay", CAPACITY)
+    names = Sampling.__dataclass_fields__
+    rule = {"batch_size": 8, "demonstration_share": 0.5}
+    rule |= {key: value for key, value in settings.items() if key in names}
     given = {
         "capacity": CAPACITY,
         "demonstrations": demonstrations(),
-        "batch_size": 8,
-        "demonstration_share": 0.5,
         "encode": None,
         "seed": 0,
+        "tasks": len(SUITE.meta.instructions),
     }
-    return replay, ReplayFeed(replay, **(given | settings))
+    given |= {key: value for key, value in settings.items() if key not in names}
+    return replay, ReplayFeed(replay, rule=Sampling(**rule), **given)
 
 
 def read_state(rows):
@@ -236,6 +241,8 @@ def test_a_folder_with_something_in_it_is_refused(tmp_path):
         ({"demonstration_share": 1.1}, "demonstration_share is 1.1"),
         ({"demonstrations": None}, "there are no demonstrations"),
         ({"batch_size": 0}, "batch_size is 0"),
+        ({"tasks": 0, "balance_tasks": True}, "tasks is 0"),
+        ({"n_steps": 2}, "n_steps is 2"),
     ],
 )
 def test_settings_out_of_range(tmp_path, settings, message):
@@ -311,3 +318,107 @@ def test_a_gap_in_the_decisions_is_not_bridged():
     rows = rows_of([[(0, 4, False), (5, 4, False), (7, 4, False)]])
     rows = rows[torch.tensor([0, 2])]  # the decision between them was void
     assert n_step(rows, 2, 0.9)[schema.REWARD][:, 0].tolist() == [0.0, 7.0]
+
+
+def test_images_are_not_read_while_a_row_is_being_written(tmp_path):
+    replay, feed = make(tmp_path, demonstration_share=0.0)
+    rows = collect(8)
+    replay.extend(rows[:4])
+    feed.absorb()
+    context = multiprocessing.get_context("spawn")
+    counted, go = context.Semaphore(0), context.Semaphore(0)
+    writer = context.Process(target=write_slowly, args=(replay, [rows[4:]], counted, go))
+    writer.start()
+    try:
+        assert counted.acquire(timeout=100)  # it has its places and has not filled them
+        timer = threading.Timer(0.5, go.release)
+        timer.start()
+        batch = feed.sample()  # waits for the writer
+        assert writer.exitcode is None or writer.exitcode == 0
+    finally:
+        writer.join(timeout=100)
+        writer.kill()
+    state = batch[schema.STATE]
+    assert torch.equal(state[:, 1], batch[schema.IMAGE][:, 0, 0, 0, 0].float())
+    # what the draw noted on its way is not lost for the loop
+    assert feed.seen == 8
+    assert feed.absorb()[schema.POLICY_VERSION].flatten().tolist() == [4, 5, 6, 7]
+
+
+def test_a_writer_that_died_with_the_lock_is_named(tmp_path):
+    replay, feed = make(tmp_path, demonstration_share=0.0)
+    replay.extend(collect(4))
+    feed.absorb()
+
+    class Held:
+        def acquire(self, timeout):
+            return False
+
+    replay._write_lock = Held()
+    with pytest.raises(RuntimeError, match="a writer has held the replay for 30 s"):
+        feed.sample()
+
+
+def test_rows_carry_the_outcome_of_their_episode(tmp_path):
+    replay, feed = make(tmp_path, demonstration_share=0.25, encode=read_state)
+    rows = collect(10)
+    expected = outcomes_by_hand(rows)
+    for part in rows.split(3):  # episodes end in a later part than they begin in
+        replay.extend(part)
+        feed.absorb()
+    for _ in range(10):
+        batch = feed.sample()
+        versions = batch[schema.POLICY_VERSION].flatten()
+        online = versions >= 0
+        assert batch[OUTCOME][online, 0].tolist() == [expected[v] for v in versions[online]]
+        assert (batch[OUTCOME][~online] == 1).all()  # the expert always succeeds
+
+
+def outcomes_by_hand(rows: TensorDict) -> list[int]:
+    """Outcome of every row's episode, one row after the other."""
+    out = []
+    for episode in rows[schema.EPISODE_ID].flatten().tolist():
+        mine = (rows[schema.EPISODE_ID] == episode).flatten()
+        ended = rows[schema.DONE][mine].any()
+        out.append(int(rows[schema.SUCCESS][mine].any()) if ended else -1)
+    return out
+
+
+def test_metrics_tell_what_was_drawn(tmp_path):
+    replay, feed = make(tmp_path, demonstration_share=0.5, encode=read_state)
+    replay.extend(collect(10))  # versions 0..9
+    feed.absorb()
+    versions = feed.sample()[schema.POLICY_VERSION].flatten()
+    metrics = feed.metrics(12)
+    assert metrics["replay/rows"] == 10
+    online = versions[versions >= 0]
+    assert metrics["policy_lag"] == pytest.approx(float((12 - online).float().mean()))
+    assert metrics["policy_lag_max"] == 12 - online.min()
+
+
+def test_old_policies_are_not_drawn(tmp_path):
+    replay, feed = make(
+        tmp_path, demonstration_share=0.0, encode=read_state, max_policy_lag=3, batch_size=64
+    )
+    replay.extend(collect(10))  # versions 0..9
+    feed.absorb()
+    # newest 9: 6, 7, 8, 9 are at most 3 publishes old
+    versions = feed.sample(version=9)[schema.POLICY_VERSION].flatten()
+    assert set(versions.tolist()) == {6, 7, 8, 9}
+    with pytest.raises(RuntimeError, match="older than max_policy_lag=3"):
+        feed.sample(version=13)
+
+
+def test_the_demonstration_share_is_annealed(tmp_path):
+    replay, feed = make(
+        tmp_path,
+        encode=read_state,
+        demonstration_share=0.5,
+        demonstration_share_end=0.0,
+        demonstration_anneal_updates=100,
+    )
+    replay.extend(collect(10))
+    feed.absorb()
+    for update, shown in ((0, 4), (50, 2), (75, 1), (100, 0), (1000, 0)):
+        versions = feed.sample(update)[schema.POLICY_VERSION]
+        assert int((versions == -1).sum()) == shown

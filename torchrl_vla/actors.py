@@ -198,7 +198,8 @@ def make_actor_env(
         worker: which worker this is.
         on_step: heartbeat.
     """
-    start = 0 if positions is None else positions[worker]
+    # What a checkpoint cut inside a group never becomes a whole group: go on with the next one.
+    start = 0 if positions is None else -(-positions[worker] // group_size) * group_size
     init_states = InitStateStream(suite.splits["train"], streams[worker], group_size, start)
     return ChunkedEnv(
         suite.simulators(num_envs),

@@ -120,7 +120,8 @@ class Learner:
             FloatingPointError: a gradient is not finite; parameters are left as they were.
         """
         totals = self._totals(batch)
-        micro_batches = batch.split(self.micro_batch_size or len(batch))
+        size = self.micro_batch_size or len(batch)
+        micro_batches = [batch] if size >= len(batch) else batch.split(size)
         summed: dict[str, torch.Tensor] = {}
         for number, micro_batch in enumerate(micro_batches):
             for root in self.sharded:
@@ -144,12 +145,12 @@ class Learner:
 
     def _totals(self, batch: TensorDictBase) -> dict[str, torch.Tensor]:
         counts = self.objective.counts(batch)
+        if self.topology.world_size == 1:
+            return {name: value.float() for name, value in counts.items()}
         values = torch.stack([value.float() for value in counts.values()])
-        if self.topology.world_size > 1:
-            values = self.topology.all_reduce_sum(values)
-        return dict(zip(counts, values.unbind(), strict=True))
+        return dict(zip(counts, self.topology.all_reduce_sum(values).unbind(), strict=True))
 
-    def _clip(self) -> dict[str, torch.Tensor]:
+    def _clip(self) -> dict[str, float]:
         if self.topology.world_size > 1:
             params = [p for group in self.groups for p in group.params]
             all_reduce_replicated_grads(params, self.topology)
@@ -157,8 +158,8 @@ class Learner:
         for group in self.groups:
             if all(p.grad is None for p in group.params):
                 continue  # this update has no loss term for the group
-            norm = clip_grad_norm(group.params, group.max_grad_norm)
-            if not torch.isfinite(norm):
+            norm = float(clip_grad_norm(group.params, group.max_grad_norm))
+            if not math.isfinite(norm):
                 self.optimizer.zero_grad(set_to_none=True)
                 raise FloatingPointError(
                     f"gradient norm of {group.name!r} is {norm} at update {self.updates}: the loss "
@@ -168,14 +169,14 @@ class Learner:
         return norms
 
     def _report(
-        self, summed: dict[str, torch.Tensor], norms: dict[str, torch.Tensor]
+        self, summed: dict[str, torch.Tensor], norms: dict[str, float]
     ) -> dict[str, float]:
         names = sorted(summed)
         values = torch.stack([summed[name].float().reshape(()) for name in names])
         if self.topology.world_size > 1:
             values = self.topology.all_reduce_sum(values)
         report = dict(zip(names, values.tolist(), strict=True))
-        report |= {name: float(norm) for name, norm in norms.items()}
+        report |= norms
         for group, settings in zip(self.groups, self.optimizer.param_groups, strict=True):
             report[f"lr/{group.name}"] = settings["lr"]
         return report

@@ -42,6 +42,8 @@ ENV_STEPS_RATE = "rate/env_steps"
 UPDATES_RATE = "rate/updates"
 WAIT_ACTORS = "wait/actors"
 WAIT_LEARNER = "wait/learner"
+RATIO_GAP = "ratio_gap"
+TARGET_KL_STOPS = "target_kl_stops"
 RSS = "memory/rss_gib"
 
 NAMES: dict[str, str] = {

@@ -12,7 +12,6 @@ from torchrl_vla.objectives.off_policy import (
     n_step_return,
     reduce_ensemble,
     target_entropy,
-    td3_bc_weight,
     td_target,
 )
 
@@ -140,14 +139,6 @@ def test_never_executed_actions_cannot_influence_q():
     assert not torch.equal(value, q(chunk))
     with pytest.raises(ValueError, match="shapes differ"):
         mask_chunk(chunk, executed[:1])
-
-
-def test_td3_bc_weight():
-    # 2.5 / mean(|1|, |-4|) = 1.
-    q = column(1.0, -4.0, 99.0).requires_grad_()
-    weight = td3_bc_weight(q, column(True, True, False))
-    assert float(weight) == 1
-    assert not weight.requires_grad
 
 
 def test_cql_penalty():

@@ -53,6 +53,13 @@ def test_log_ratio_levels():
         log_ratio(new, old.bfloat16(), mask)
 
 
+@pytest.mark.parametrize("log_r", [-9.0, 0.0, 9.0])
+def test_a_nan_advantage_is_never_clipped_into_a_zero_gradient(log_r: float):
+    ratio = torch.tensor([[log_r]], requires_grad=True)
+    clipped_surrogate(ratio, torch.tensor([[torch.nan]]), 0.2, 0.2, 3.0).sum().backward()
+    assert ratio.grad.isnan().all()
+
+
 def test_clipped_surrogate():
     # A=+1: r 1.5 -> -1.28, r .5 -> -.5. A=-1: r 1.5 -> 1.5, r .5 -> .8. A=0 -> 0.
     ratio, advantage = column(1.5, 0.5, 1.5, 0.5, 9.0), column(1.0, 1.0, -1.0, -1.0, 0.0)

@@ -14,7 +14,6 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from tensordict import TensorDictBase
@@ -28,27 +27,33 @@ from torchrl_vla.learner import Learner, ParameterGroup
 from torchrl_vla.loops.on_policy import positions_of
 from torchrl_vla.loops.run import Run
 from torchrl_vla.metrics import TRAIN_SUCCESS, WAIT_ACTORS, WAIT_LEARNER, Stopwatch
+from torchrl_vla.objectives.critics import ActorCritic
 from torchrl_vla.policies.heads import QHead
 from torchrl_vla.policies.shard import full_weights, shard
-from torchrl_vla.replay import ReplayFeed, make_replay
+from torchrl_vla.replay import ReplayFeed, Sampling, make_replay
 
 
-@dataclass(frozen=True)
-class ReplaySettings:
-    """What the learner samples from."""
+@dataclass(frozen=True, kw_only=True)
+class ReplaySettings(Sampling):
+    """What the learner samples from, and by which rule."""
 
     capacity: int
-    batch_size: int
-    """Rows per update, on this rank."""
-    demonstration_share: float
-    """Share of every minibatch that comes from demonstrations."""
-    demonstration_episodes: int
-    demonstration_noise: float
+    demonstration_episodes: int = 0
+    """Recorded expert episodes; needed when any minibatch has demonstrations in it."""
+    demonstration_noise: float = 0.0
     """Action noise of the recorded expert."""
     min_decisions: int
     """Decisions in the replay before the first update."""
     n_steps: int = 1
     """Decisions that an online row looks ahead."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.uses_demonstrations != (self.demonstration_episodes > 0):
+            raise ValueError(
+                f"demonstration_episodes is {self.demonstration_episodes} with a share of "
+                f"{self.demonstration_share}; give episodes exactly when minibatches hold some"
+            )
 
 
 @dataclass(frozen=True)
@@ -77,7 +82,8 @@ class UpdateSettings:
 
     lr: float
     critic_lr: float
-    alpha_lr: float
+    alpha_lr: float | None
+    """Of the entropy coefficient; ``None`` for an algorithm that has none."""
     max_grad_norm: float
     trunk_lr: float = 0.0
     """0: the trunk is frozen and its features are cached; above: the critic trains it."""
@@ -95,7 +101,7 @@ def train(
     run: Run,
     *,
     make_policy: Callable[..., nn.Module],
-    objective: Callable[..., Any],
+    objective: Callable[..., ActorCritic],
     actors: ActorSettings,
     replay: ReplaySettings,
     pace: PaceSettings,
@@ -112,8 +118,8 @@ def train(
     learner, goal = make_learner(run, policy, objective, updates, gamma)
     torch.manual_seed(seed * 1000 + rank)
     state = {
-        "modules": {"policy": policy, "critic": goal.critic, "evaluated": evaluated},
-        "optimizers": {"learner": (learner.optimizer, [policy, goal.critic])},
+        "modules": {"policy": policy, "critic": goal.state, "evaluated": evaluated},
+        "optimizers": {"learner": (learner.optimizer, [policy, goal.state])},
     }
     loaded = run.resume(state) if resume else None
     if loaded is not None:
@@ -151,12 +157,14 @@ def train(
             metrics: dict[str, float] = {}
             for _ in range(pace.publish_updates):
                 drain(workers, feed, recent, pacer, watch)
-                metrics = learner.update(feed.sample())
+                batch = feed.sample(learner.updates, run.counters["version"])
+                metrics |= learner.update(batch)  # the actor may pause at the last
                 pacer.updates += 1
             run.count(*recent.pop(), updates=learner.updates)
             publish(pace.average_share)
             metrics |= recent.metrics() | watch.pop_shares()
-            metrics |= {WAIT_LEARNER: workers.idle_share(), "replay/rows": float(len(feed))}
+            metrics |= feed.metrics(run.counters["version"])
+            metrics[WAIT_LEARNER] = workers.idle_share()
             over = run.finished()
             if over or run.evaluation_due():
                 metrics |= run.evaluate(evaluated, final=over)
@@ -253,7 +261,7 @@ def make_feed(
 ) -> ReplayFeed:
     """Record the demonstrations and join them with the actors' buffer."""
     recorded = None
-    if settings.demonstration_share:
+    if settings.uses_demonstrations:
         first = run.suite.splits["demo"].start
         ids = range(first, first + settings.demonstration_episodes)
         episodes = demonstrations.record(
@@ -264,8 +272,8 @@ def make_feed(
         buffer,
         capacity=settings.capacity,
         demonstrations=recorded,
-        batch_size=settings.batch_size,
-        demonstration_share=settings.demonstration_share,
+        rule=settings,
+        tasks=len(run.suite.meta.instructions),
         encode=policy.features if frozen else None,
         seed=seed * 1000 + run.topology.rank,
         gamma=gamma,
@@ -276,10 +284,10 @@ def make_feed(
 def make_learner(
     run: Run,
     policy: nn.Module,
-    objective: Callable[..., Any],
+    objective: Callable[..., ActorCritic],
     settings: UpdateSettings,
     gamma: float,
-) -> tuple[Learner, Any]:
+) -> tuple[Learner, ActorCritic]:
     """Shard the trunk, build critics, objective and learner.
 
     Raises:
@@ -299,15 +307,22 @@ def make_learner(
     groups = [
         ParameterGroup(
             "actor",
-            list(policy.actor.parameters()),
+            goal.actor_parameters,
             settings.lr,
             limit,
             warm_up=settings.actor_warm_up,
             start=goal.critic_only_updates,
         ),
         ParameterGroup("critic", goal.critic_parameters, settings.critic_lr, limit),
-        ParameterGroup("alpha", goal.alpha_parameters, settings.alpha_lr),
     ]
+    if bool(goal.alpha_parameters) != (settings.alpha_lr is not None):
+        raise ValueError(
+            f"updates.alpha_lr is {settings.alpha_lr}, but {type(goal).__name__} has "
+            f"{len(goal.alpha_parameters)} entropy coefficients; give a learning rate exactly if "
+            "there is one, otherwise null"
+        )
+    if settings.alpha_lr is not None:
+        groups.append(ParameterGroup("alpha", goal.alpha_parameters, settings.alpha_lr))
     if settings.trunk_lr:
         idle = ("token_head", "value_head", "ground_head")
         trunk = [p for name, p in model.named_parameters() if not name.startswith(idle)]

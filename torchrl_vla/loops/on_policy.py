@@ -1,57 +1,35 @@
 """On-policy training: collect a round, assign credit, a few epochs of updates, publish, repeat.
 
     actors ──round [N, T]──▶ objective.credit ──▶ shuffled minibatches ──▶ learner.update
-       ▲                                                                        │
-       └──────────────────────────── publish (version + 1) ◀────────────────────┘
+       ▲                        │  nothing complete yet: collect on                │
+       └────────────────────────┴───────── publish (version + 1) ◀─────────────────┘
 
-Weights change between rounds only, and a round is dropped after use. With ``overlap`` the actors
-collect the next round, under the weights published before it began, while the learner updates on
-this one: every decision is then one version old when it is used, which the ratio of the stored
-log-probs accounts for.
+With ``max_lag=0`` weights change between rounds only and every round is of the newest version. With
+``max_lag=k`` up to k more rounds are asked for before this one is used, so actors collect while the
+learner updates; new weights reach them between two decisions, and a decision is at most k versions
+old when its round is used. The stored log-probs and ``policy_version`` account for that.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDictBase
 from torch import nn
 
 from torchrl_vla import schema
-from torchrl_vla.actors import ActorSettings, load_full_weights, start_actors
-from torchrl_vla.learner import Learner, ParameterGroup
+from torchrl_vla.actors import Actors, ActorSettings, load_full_weights, start_actors
+from torchrl_vla.learner import Learner
 from torchrl_vla.loops.run import Run
-from torchrl_vla.metrics import TRAIN_SUCCESS, WAIT_ACTORS, Stopwatch
-from torchrl_vla.policies.shard import full_weights, shard
-
-
-@dataclass(frozen=True)
-class UpdateSettings:
-    """How a round becomes updates."""
-
-    minibatch_size: int
-    """Decisions per update, on this rank."""
-    epochs: int
-    """Passes over a round."""
-    lr: float
-    value_lr: float
-    max_grad_norm: float
-    micro_batch_size: int | None = None
-    """Decisions per backward pass; the whole minibatch if ``None``."""
-    betas: tuple[float, float] = (0.9, 0.95)
-    warm_up: int = 0
-    """Updates of linear warm-up."""
-    frozen: tuple[str, ...] = ()
-    """Parameters of the model that stay as they are, by the start of their names."""
-
-    def __post_init__(self) -> None:
-        for name in ("minibatch_size", "epochs", "max_grad_norm"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"updates.{name} is {getattr(self, name)}; it must be above 0")
+from torchrl_vla.loops.updates import UpdateSettings, frozen_copy, make_learner, update_epochs
+from torchrl_vla.metrics import TRAIN_SUCCESS, WAIT_ACTORS, WAIT_LEARNER, Stopwatch
+from torchrl_vla.policies.shard import full_weights
+from torchrl_vla.topology import Topology
 
 
 def train(
@@ -63,7 +41,7 @@ def train(
     updates: UpdateSettings,
     seed: int,
     gamma: float,
-    overlap: bool,
+    max_lag: int,
     resume: bool,
 ) -> None:
     """Train until the run's budget is spent.
@@ -71,20 +49,18 @@ def train(
     Args:
         run: folder, budget, evaluation.
         make_policy: picklable; ``make_policy(meta)`` builds the policy, in learner and actors.
-        objective: ``objective(policy, gamma=...)`` builds the algorithm's objective.
+        objective: ``objective(policy, gamma=..., group_size=..., max_lag=..., make_reference=...)``
+            builds the algorithm's objective.
         actors: this rank's actor processes.
         updates: how a round becomes updates.
         seed: of everything.
         gamma: discount per control step.
-        overlap: collect the next round during the updates on this one (policy lag 1).
+        max_lag: rounds that actors may be asked for ahead, and versions that a decision may be old.
         resume: continue from the folder's last checkpoint.
     """
-    rank = run.topology.rank
-    build = partial(make_policy, run.suite.meta)
-    torch.manual_seed(seed)
-    policy, evaluated = build(), build()
-    learner, goal = make_learner(run, policy, objective, updates, gamma)
-    torch.manual_seed(seed * 1000 + rank)  # equal weights, different noise on every rank
+    policy, learner, goal, evaluated = build_learner(
+        run, make_policy, objective, actors, updates, seed=seed, gamma=gamma, max_lag=max_lag
+    )
     state = {
         "modules": {"policy": policy, "evaluated": evaluated},
         "optimizers": {"learner": (learner.optimizer, [policy])},
@@ -92,9 +68,93 @@ def train(
     loaded = run.resume(state) if resume else None
     if loaded is not None:
         learner.updates, goal.rounds = run.counters["updates"], loaded["json"]["rounds"]
-    workers = start_actors(
+    lost = held_of(loaded)
+    workers = start_workers(run, make_policy, actors, seed=seed, gamma=gamma, loaded=loaded)
+
+    def publish() -> None:
+        weights = full_weights(policy)
+        load_full_weights(evaluated, weights)
+        workers.publish(weights, run.counters["version"])
+
+    watch, seen = Stopwatch(), Seen()
+    generator = torch.Generator().manual_seed(seed * 1000 + run.topology.rank + learner.updates)
+    with workers:
+        publish()
+        if not run.history:
+            run.record(run.evaluate(evaluated, final=True))
+        while True:
+            with watch.wait(WAIT_ACTORS):
+                rollout = next_round(workers, max_lag)
+            seen.add(rollout)
+            rows, metrics = goal.credit(rollout, run.counters["version"])
+            trained = len(rows) > 0
+            if trained:
+                metrics |= update_epochs(learner, rows, updates, generator)
+            run.count(*seen.pop_new(), updates=learner.updates, published=trained)
+            over = run.finished()
+            if trained:
+                publish()
+                metrics |= seen.pop_metrics(run.topology) | watch.pop_shares()
+                metrics |= {WAIT_LEARNER: workers.idle_share(), "dropped_resume": float(lost)}
+                lost = 0
+            elif not over:
+                continue
+            if over or run.evaluation_due():
+                metrics |= run.evaluate(evaluated, final=over)
+            if trained:
+                run.record(metrics)
+            if over or run.save_due():
+                own = workers.positions() | {"held": goal.held}
+                run.save(state | {"json": {"rounds": goal.rounds}, "rank_json": own})
+            if over:
+                break
+    run.finish(evaluated)
+
+
+def build_learner(
+    run: Run,
+    make_policy: Callable[..., nn.Module],
+    objective: Callable[..., Any],
+    actors: ActorSettings,
+    updates: UpdateSettings,
+    *,
+    seed: int,
+    gamma: float,
+    max_lag: int,
+) -> tuple[nn.Module, Learner, Any, nn.Module]:
+    """Return policy, learner, objective and the whole copy that is evaluated; see :func:`train`."""
+    build = partial(make_policy, run.suite.meta)
+    torch.manual_seed(seed)
+    policy, evaluated = build(), build()
+    learner, goal = make_learner(
+        run.topology,
+        policy,
+        objective,
+        updates,
+        gamma=gamma,
+        group_size=actors.group_size,
+        max_lag=max_lag,
+        make_reference=partial(frozen_copy, policy, build, run.topology),
+    )
+    # Equal weights, different noise on every rank.
+    torch.manual_seed(seed * 1000 + run.topology.rank)
+    return policy, learner, goal, evaluated
+
+
+def start_workers(
+    run: Run,
+    make_policy: Callable[..., nn.Module],
+    actors: ActorSettings,
+    *,
+    seed: int,
+    gamma: float,
+    loaded: dict[str, Any] | None = None,
+) -> Actors:
+    """Start this rank's actors, where a checkpoint says if one was ``loaded``."""
+    rank = run.topology.rank
+    return start_actors(
         run.suite,
-        build,
+        partial(make_policy, run.suite.meta),
         actors,
         chunk_size=run.chunk_size,
         gamma=gamma,
@@ -105,44 +165,6 @@ def train(
         attempt=run.counters["version"],
     )
 
-    def gather() -> TensorDict:
-        weights = full_weights(policy)
-        load_full_weights(evaluated, weights)
-        return weights
-
-    watch = Stopwatch()
-    generator = torch.Generator().manual_seed(seed * 1000 + rank + learner.updates)
-    with workers:
-        weights = gather()
-        workers.publish(weights, run.counters["version"])
-        if not run.history:
-            run.record(run.evaluate(evaluated, final=True))
-        while True:
-            with watch.wait(WAIT_ACTORS):
-                rollout = workers.collect()
-            if overlap:
-                workers.publish(weights, run.counters["version"])
-                workers.request()
-            lag = run.counters["version"] - rollout[schema.POLICY_VERSION].min()
-            metrics = rollout_metrics(rollout) | goal.credit(rollout) | {"policy_lag": float(lag)}
-            metrics |= update_epochs(learner, rollout, updates, generator)
-            steps, ended = (int(rollout[k].sum()) for k in (schema.NUM_EXECUTED, schema.DONE))
-            run.count(steps, rollout.numel(), ended, updates=learner.updates)
-            weights = gather()
-            if not overlap:
-                workers.publish(weights, run.counters["version"])
-            metrics |= watch.pop_shares()
-            over = run.finished()
-            if over or run.evaluation_due():
-                metrics |= run.evaluate(evaluated, final=over)
-            run.record(metrics)
-            if over or run.save_due():
-                own = {"json": {"rounds": goal.rounds}, "rank_json": workers.positions()}
-                run.save(state | own)
-            if over:
-                break
-    run.finish(evaluated)
-
 
 def positions_of(loaded: dict[str, Any] | None) -> list[int] | None:
     """Return this rank's initial-state positions from a checkpoint, if it holds them."""
@@ -150,66 +172,55 @@ def positions_of(loaded: dict[str, Any] | None) -> list[int] | None:
     return None if ranks is None else ranks["positions"]
 
 
-def make_learner(
-    run: Run,
-    policy: nn.Module,
-    objective: Callable[..., Any],
-    settings: UpdateSettings,
-    gamma: float,
-) -> tuple[Learner, Any]:
-    """Shard the policy and build objective and learner on it."""
-    model = policy.model.model
-    idle = ("ground_head", *settings.frozen)
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(not name.startswith(idle))
-    shard(model, run.topology.mesh, blocks=[type(model.blocks[0])])
-    goal = objective(policy, gamma=gamma)
-    named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
-    value = [p for n, p in named if n.startswith("value_head")]
-    rest = [p for n, p in named if not n.startswith("value_head")]
-    limit, betas, warm_up = settings.max_grad_norm, settings.betas, settings.warm_up
-    groups = [
-        ParameterGroup("policy", rest, settings.lr, limit, betas=betas, warm_up=warm_up),
-        ParameterGroup("value", value, settings.value_lr, limit, betas=betas, warm_up=warm_up),
-    ]
-    learner = Learner(
-        goal, groups, run.topology, sharded=[model], micro_batch_size=settings.micro_batch_size
-    )
-    return learner, goal
+def held_of(loaded: dict[str, Any] | None) -> int:
+    """Return how many decisions of unfinished trajectories a resume leaves behind on this rank."""
+    ranks = None if loaded is None else loaded["rank_json"]
+    return 0 if ranks is None else ranks["held"]
 
 
-def minibatches(
-    rollout: TensorDictBase, size: int, epochs: int, generator: torch.Generator
-) -> Iterator[TensorDictBase]:
-    """Yield every decision of ``rollout`` once per epoch, in shuffled minibatches of ``size``."""
-    rows = rollout.reshape(-1)
-    for _ in range(epochs):
-        for index in torch.randperm(len(rows), generator=generator).split(size):
-            yield rows[index]
+def next_round(workers: Actors, ahead: int) -> TensorDictBase:
+    """Wait for the next round, with up to ``ahead`` more under way."""
+    while workers.pending <= ahead:
+        workers.request()
+    return workers.receive()
 
 
-def update_epochs(
-    learner: Learner,
-    rollout: TensorDictBase,
-    settings: UpdateSettings,
-    generator: torch.Generator,
-) -> dict[str, float]:
-    """Take all updates of a round; return the mean of their metrics."""
-    sums: dict[str, float] = {}
-    number = 0
-    for minibatch in minibatches(rollout, settings.minibatch_size, settings.epochs, generator):
-        number += 1
-        for name, value in learner.update(minibatch).items():
-            sums[name] = sums.get(name, 0.0) + value
-    return {name: value / number for name, value in sums.items()}
+@dataclass
+class Seen:
+    """What actors did: counts since the last look, and outcomes since the last record."""
 
+    env_steps: int = 0
+    decisions: int = 0
+    new_episodes: int = 0
+    episodes: int = 0
+    successes: int = 0
+    sim_errors: int = 0
 
-def rollout_metrics(rollout: TensorDictBase) -> dict[str, float]:
-    """Return what the actors did in a round: success of the episodes that ended, and counts."""
-    ended = int(rollout[schema.DONE].sum())
-    succeeded = int(rollout[schema.SUCCESS].sum())
-    return {
-        TRAIN_SUCCESS: succeeded / ended if ended else float("nan"),
-        "episodes_in_round": float(ended),
-        "sim_errors_in_round": float(rollout[schema.SIM_ERROR].sum()),
-    }
+    def add(self, rollout: TensorDictBase) -> None:
+        """Take in a round."""
+        ended = int(rollout[schema.DONE].sum())
+        self.env_steps += int(rollout[schema.NUM_EXECUTED].sum())
+        self.decisions += rollout.numel()
+        self.new_episodes += ended
+        self.episodes += ended
+        self.successes += int(rollout[schema.SUCCESS].sum())
+        self.sim_errors += int(rollout[schema.SIM_ERROR].sum())
+
+    def pop_new(self) -> tuple[int, int, int]:
+        """Return ``(env_steps, decisions, episodes)`` since the last call."""
+        new = self.env_steps, self.decisions, self.new_episodes
+        self.env_steps = self.decisions = self.new_episodes = 0
+        return new
+
+    def pop_metrics(self, topology: Topology) -> dict[str, float]:
+        """Return success and counts of the episodes that ended, over all ranks; collective."""
+        mine = torch.tensor([self.successes, self.episodes, self.sim_errors])
+        if topology.world_size > 1:
+            mine = topology.all_reduce_sum(mine)
+        self.successes = self.episodes = self.sim_errors = 0
+        succeeded, ended, errors = mine.tolist()
+        return {
+            TRAIN_SUCCESS: succeeded / ended if ended else math.nan,
+            "episodes_in_round": float(ended),
+            "sim_errors_in_round": float(errors),
+        }

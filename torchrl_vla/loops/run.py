@@ -153,8 +153,18 @@ class Run:
     def _agreed(self, flag: bool) -> bool:
         return self.topology.any_true(flag) if self.topology.world_size > 1 else flag
 
-    def count(self, env_steps: int, decisions: int, episodes: int, *, updates: int) -> None:
-        """Add this rank's new data to the counters; collective. A publish follows: version + 1."""
+    def count(
+        self, env_steps: int, decisions: int, episodes: int, *, updates: int, published: bool = True
+    ) -> None:
+        """Add this rank's new data to the counters; collective.
+
+        Args:
+            env_steps: control steps executed since the last call.
+            decisions: decisions since the last call.
+            episodes: episodes that ended since the last call.
+            updates: optimizer steps in all.
+            published: new weights follow (version + 1).
+        """
         mine = torch.tensor([env_steps, decisions, episodes])
         if self.topology.world_size > 1:
             mine = self.topology.all_reduce_sum(mine)
@@ -163,7 +173,7 @@ class Run:
         self._steps_rate.add(mine[0].item())
         self._update_rate.add(updates - self.counters["updates"])
         self.counters["updates"] = updates
-        self.counters["version"] += 1
+        self.counters["version"] += int(published)
 
     def record(self, metrics: Mapping[str, float]) -> None:
         """Log one row of metrics under the current counters and refresh the display."""

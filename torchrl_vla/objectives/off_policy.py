@@ -13,12 +13,11 @@ import math
 from typing import Literal
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchrl_vla.objectives.masks import action_mask
-from torchrl_vla.objectives.reduction import check_mask, check_same_shape, global_sum, masked_sum
+from torchrl_vla.objectives.reduction import check_mask, check_same_shape
 
 
 def td_target(
@@ -231,32 +230,6 @@ def mask_chunk(chunk: Tensor, executed_mask: Tensor) -> Tensor:
     mask = action_mask(executed_mask, chunk.shape[-1])
     check_same_shape(chunk=chunk, expanded_mask=mask)
     return torch.where(mask, chunk, 0)
-
-
-def td3_bc_weight(
-    q: Tensor, valid: Tensor, alpha: float = 2.5, group: dist.ProcessGroup | None = None
-) -> Tensor:
-    """Weight of the Q term beside a behaviour-cloning loss: ``alpha / mean |Q|``.
-
-    Args:
-        q: ``[*, 1]`` of the policy's own actions.
-        valid: ``[*, 1]`` bool.
-        alpha: above 0; larger trusts Q more.
-        group: process group, ``None`` for the default one. Every rank of it must call.
-
-    Returns:
-        Scalar without gradient, over the global batch; infinite if all Q are 0.
-
-    Raises:
-        ValueError: shapes differ, or ``alpha`` not positive.
-
-    Source: Fujimoto and Gu, arXiv:2106.06860, eq. 5.
-    """
-    if alpha <= 0:
-        raise ValueError(f"alpha is {alpha}; it must be positive")
-    size = masked_sum(q.detach().abs().float(), valid)
-    size, number = global_sum(torch.stack([size, valid.sum().float()]), group)
-    return alpha * number / size
 
 
 def cql_penalty(

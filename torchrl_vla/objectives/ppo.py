@@ -98,7 +98,8 @@ def clipped_surrogate(
     bounded = torch.where(
         advantage >= 0,
         log_ratio.clamp(max=math.log1p(clip_high)),
-        log_ratio.clamp(min=floor, max=ceiling),
+        # A NaN advantage is clipped on no side: a bound would turn its gradient into a silent zero.
+        torch.where(advantage < 0, log_ratio.clamp(min=floor, max=ceiling), log_ratio),
     )
     return -advantage * bounded.exp()
 
@@ -271,28 +272,37 @@ def explained_variance(value: Tensor, target: Tensor, valid: Tensor) -> Tensor:
     return torch.where(spread > 0, 1 - _variance(error, valid) / spread, torch.nan)
 
 
-def clip_fraction(log_ratio: Tensor, mask: Tensor, clip_low: float, clip_high: float) -> Tensor:
+def clip_fraction(
+    log_ratio: Tensor,
+    mask: Tensor,
+    clip_low: float,
+    clip_high: float,
+    total: Tensor | float | None = None,
+) -> Tensor:
     """Share of the counted ratios outside ``[1 - clip_low, 1 + clip_high]``, scalar in [0, 1].
 
     Args:
         log_ratio: any shape.
         mask: bool, the same shape.
-        clip_low: in (0, 1].
-        clip_high: above 0.
+        clip_low: in (0, 1]; 1 leaves out that side.
+        clip_high: above 0; infinite leaves out that side.
+        total: see :func:`~torchrl_vla.objectives.reduction.masked_mean`.
 
     Raises:
         ValueError: shapes differ.
     """
     ratio = log_ratio.detach().exp()
-    return masked_mean(((ratio < 1 - clip_low) | (ratio > 1 + clip_high)).float(), mask)
+    outside = (ratio < 1 - clip_low) | (ratio > 1 + clip_high)
+    return masked_mean(outside.float(), mask, total)
 
 
-def approx_kl(log_ratio: Tensor, mask: Tensor) -> Tensor:
+def approx_kl(log_ratio: Tensor, mask: Tensor, total: Tensor | float | None = None) -> Tensor:
     """KL(behaviour || policy) from the behaviour's samples: mean of ``r - 1 - log r``, in nats.
 
     Args:
         log_ratio: any shape, log of (policy / behaviour).
         mask: bool, the same shape.
+        total: see :func:`~torchrl_vla.objectives.reduction.masked_mean`.
 
     Returns:
         Scalar without gradient, never negative; 0 if nothing is counted.
@@ -301,7 +311,7 @@ def approx_kl(log_ratio: Tensor, mask: Tensor) -> Tensor:
         ValueError: shapes differ.
     """
     d = log_ratio.detach()
-    return masked_mean(torch.expm1(d) - d, mask)
+    return masked_mean(torch.expm1(d) - d, mask, total)
 
 
 def effective_sample_size(log_ratio: Tensor, mask: Tensor) -> Tensor:

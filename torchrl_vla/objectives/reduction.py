@@ -139,6 +139,22 @@ def global_sum(x: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
     return total
 
 
+def global_max(x: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
+    """Largest ``x`` over the ranks of ``group``, elementwise; ``x`` itself in a single process.
+
+    Every rank of the group must call it.
+
+    Args:
+        x: any shape and dtype, equal on all ranks.
+        group: process group, ``None`` for the default one.
+    """
+    if not dist.is_initialized():
+        return x.detach()
+    largest = x.detach().clone()
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+    return largest
+
+
 def global_count(mask: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
     """Number of set entries over all ranks, int64 scalar. Every rank of the group must call it.
 

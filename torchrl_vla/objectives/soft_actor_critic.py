@@ -1,70 +1,212 @@
 """SAC over whole action chunks as an objective of the learner.
 
 TorchRL's ``SACLoss`` works on heads that read pooled features; the trunk (frozen with cached
-features, or sharded and trained by the critic) is encoded outside it, once per batch. Its
-``steps_to_next_obs`` makes the discount of a decision exactly ``gamma ** num_executed``.
+features, or sharded and trained by the critic) is encoded outside it, once per batch. The discount
+of a decision is exactly ``gamma ** num_executed``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Literal
 
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDict, TensorDictBase, TensorDictParams
 from tensordict.nn import TensorDictModule, TensorDictModuleBase
 from torch import Tensor, nn
 from torchrl.objectives import SACLoss, SoftUpdate
 
 from torchrl_vla import schema
-from torchrl_vla.objectives.masks import action_mask
+from torchrl_vla.objectives.critics import (
+    ACTOR_ROWS,
+    CHUNK,
+    FEATURES,
+    NEXT_FEATURES,
+    STEPS,
+    ClonedRows,
+    Ensemble,
+    Reduction,
+    ReductionKind,
+    check_common,
+    cloned_steps,
+    encoded,
+    fill_unexecuted,
+    loss_rows,
+    q_statistics,
+    row_counts,
+)
+from torchrl_vla.objectives.masks import action_mask, decision_discount
+from torchrl_vla.objectives.off_policy import Alpha, target_entropy, td_target
 from torchrl_vla.objectives.reduction import masked_mean
 
-FEATURES = "features"
-STEPS = "steps_to_next_obs"
-DEMONSTRATION = -1
-"""``policy_version`` of transitions that no policy chose."""
+EntropyUnit = Literal["chunk", "executed_number"]
 
 
 class Critic(TensorDictModuleBase):
-    """A Q head as ``SACLoss`` calls it; what it returns holds the value and nothing else.
-
-    ``TensorDictModule`` would do, but it hands back its inputs too, which ``SACLoss`` then stacks
-    over the heads, and per output it pays about as much as a layer of the head.
+    """Gives ``SACLoss`` the parameters of a Q head and the keys that it reads.
 
     Args:
         module: ``(features [*, F], chunk [*, H, A]) -> [*, 1]``.
     """
 
-    in_keys = (FEATURES, schema.CHUNK)
+    in_keys = (FEATURES, CHUNK)
     out_keys = ("state_action_value",)
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.module = module
 
-    def forward(self, tensordict: TensorDictBase) -> TensorDict:
-        """Return ``state_action_value`` ``[*, 1]``."""
-        value = self.module(tensordict.get(FEATURES), tensordict.get(schema.CHUNK))
-        return TensorDict({"state_action_value": value}, batch_size=tensordict.batch_size)
+
+class EnsembleSACLoss(SACLoss):
+    """TorchRL's loss with three things it lacks: lean passes, reductions, a softplus alpha.
+
+    Its critic, actor and alpha losses are TorchRL's. ``SACLoss`` takes the minimum over what its
+    ensemble call returns; for the actor the call has reduced the members already, and the minimum
+    is over one. The target is :func:`~torchrl_vla.objectives.off_policy.td_target`, which has the
+    same value and costs a third (no copies of the batch, no estimator object).
+
+    Args:
+        actor: as for ``SACLoss``; the loss does not own its parameters.
+        ensemble: the critics and their targets.
+        gamma: discount per control step.
+        alpha: initial entropy coefficient.
+        alpha_kind: ``"exp"``: TorchRL's own; ``"softplus"``: see
+            :class:`~torchrl_vla.objectives.off_policy.Alpha`.
+        of_target: how the targets' members make one value.
+        of_actor: the same for the value that the actor climbs.
+    """
+
+    def __init__(
+        self,
+        actor: TensorDictModule,
+        ensemble: Ensemble,
+        *,
+        gamma: float,
+        alpha: float,
+        alpha_kind: Literal["exp", "softplus"],
+        of_target: Reduction,
+        of_actor: Reduction,
+    ) -> None:
+        coefficient = Alpha(alpha, alpha_kind)
+        super().__init__(
+            actor,
+            [Critic(head) for head in ensemble.online],
+            num_qvalue_nets=len(ensemble.online),
+            alpha_init=alpha,
+            fixed_alpha=alpha_kind == "softplus",  # then its own parameter would be unused
+            target_entropy=0.0,  # the objective adds the target, which may differ by row
+            loss_function="l2",
+        )
+        self.set_keys(action=CHUNK)
+        self.coefficient = coefficient if alpha_kind == "softplus" else None
+        self.gamma, self.of_target, self.of_actor = gamma, of_target, of_actor
+        self.update = 0
+        self.online: Tensor | None = None
+        """Q of the stored chunks, ``[E, B, 1]``, of the last :meth:`qvalue_v2_loss`."""
+        # The actor is called as it is. It has no delayed copy, so there is nothing to swap in.
+        self.actor_network_params = TensorDictParams(TensorDict())
+        self.__dict__["ensemble"] = ensemble
+        self._share_storage()
+
+    def _share_storage(self) -> None:
+        """Let the heads' parameters and TorchRL's stacks of them be one memory."""
+        stacks = self.qvalue_network_params, self._modules["target_qvalue_network_params"]
+        for stack, kinds in zip(stacks, (("online", "frozen"), ("target",)), strict=True):
+            named = stack.data.get("module").flatten_keys(".")
+            for kind in kinds:
+                for number, head in enumerate(getattr(self.ensemble, kind)):
+                    for name, parameter in head.named_parameters():
+                        parameter.data = named[name][number]
+
+    def _make_vmap(self) -> None:
+        # SACLoss evaluates its critics through this attribute alone.
+        self._vmap_qnetworkN0 = self._evaluate
+
+    def _evaluate(self, rows: TensorDictBase, params: TensorDictParams) -> TensorDict:
+        heads, at = self.ensemble, (rows.get(FEATURES), rows.get(CHUNK))
+        if params is self.qvalue_network_params:
+            q = self.online = heads.values(heads.online, *at)
+        else:
+            q = self.of_actor(heads.values(heads.frozen, *at)).unsqueeze(0)
+        return TensorDict({"state_action_value": q}, batch_size=q.shape[:2])
+
+    @torch.no_grad()
+    def _compute_target_v2(self, rows: TensorDictBase) -> Tensor:
+        """Return the soft Bellman target ``[B]``: the value TorchRL computes, by reduction."""
+        features = rows.get(NEXT_FEATURES)
+        following = TensorDict({FEATURES: features}, batch_size=rows.batch_size)
+        chunk, log_prob = self.actor_network.get_dist(following).rsample_and_log_prob()
+        members = self.of_target.members(self.update)
+        q = self.ensemble.values(self.ensemble.target, features, chunk, members)
+        return td_target(
+            rows.get("reward"),
+            self.of_target(q),
+            rows.get("terminated"),
+            decision_discount(rows.get(STEPS), self.gamma),
+            log_prob.unsqueeze(-1),
+            self._alpha,
+        ).squeeze(-1)
+
+    @property
+    def _alpha(self) -> Tensor:
+        if self.coefficient is None:
+            return self.log_alpha.detach().exp()
+        return self.coefficient().detach()
+
+    def _alpha_loss(self, log_prob: Tensor) -> Tensor:
+        if self.coefficient is None:
+            return super()._alpha_loss(log_prob)
+        return self.coefficient.loss(log_prob, torch.zeros_like(log_prob))
+
+
+class FlatSoftUpdate(SoftUpdate):
+    """TorchRL's target step as one call over all tensors."""
+
+    def __init__(self, loss: SACLoss, tau: float) -> None:
+        super().__init__(loss, tau=tau)
+        self.tau = tau
+        self._flat = [
+            [value.data for value in tree.values(True, True)]
+            for tree in (self._targets, self._sources)
+        ]
+
+    def step(self) -> None:
+        """Move every target by ``tau`` towards its source."""
+        torch._foreach_lerp_(*self._flat, self.tau)
 
 
 class SoftActorCritic:
     """SAC (Haarnoja et al. 2018, arXiv:1812.05905) with a cloning term on demonstrations.
 
-    Differs: the actor also pays ``cloning_weight`` × squared error on the *replay's* demonstration
-    chunks (as in RLPD-style fine-tuning), so that a good start is not forgotten while Q is young.
+    With ``target_reduction="subset"``, ``actor_reduction="mean"``, more heads and half of every
+    minibatch from demonstrations it is RLPD (Ball et al. 2023, arXiv:2302.02948).
+
+    Differs: the actor also pays ``cloning_weight`` × squared error on chunks of the *replay* (not
+    on its own), so that a good start is not forgotten while Q is young (0: no such term).
 
     Args:
         actor: TorchRL actor reading ``"features"``, writing the chunk.
-        q_heads: N critics ``(features, chunk) -> [*, 1]``, each with its own initialisation.
+        q_heads: E critics ``(features, chunk) -> [*, 1]``, each with its own initialisation.
         encode: maps a batch to features ``[B, F]``, used when the batch holds none.
         gamma: discount per control step.
         alpha: initial entropy coefficient, > 0.
-        target_entropy: of the whole chunk, in nats.
+        alpha_kind: ``"exp"`` or ``"softplus"`` of the learned number.
+        target_entropy: in nats, of the ``entropy_unit``.
+        entropy_unit: ``"chunk"``: all ``H × A`` numbers; ``"executed_number"``: of each number that
+            was executed, so that the tail of a chunk that ended early counts neither in the entropy
+            nor in its target.
+        target_reduction: how the targets of the ensemble make one value.
+        target_subset: members drawn per update with ``"subset"`` (REDQ, arXiv:2101.05982).
+        actor_reduction: the same for the actor's Q, ``"min"`` or ``"mean"``.
         tau: target network step, in (0, 1].
-        cloning_weight: weight of the cloning term.
+        cloning_weight: weight of the cloning term, 0 or more.
+        cloned_rows: whose chunks it copies, see
+            :func:`~torchrl_vla.objectives.critics.cloned_steps`; ``None`` with weight 0.
         critic_only_updates: updates before the actor and alpha move.
         actor_interval: updates per actor update.
+
+    Raises:
+        ValueError: a setting is out of its range or is not used by the others.
     """
 
     def __init__(
@@ -75,60 +217,82 @@ class SoftActorCritic:
         *,
         gamma: float,
         alpha: float = 1e-3,
+        alpha_kind: Literal["exp", "softplus"] = "exp",
         target_entropy: float = -20.0,
+        entropy_unit: EntropyUnit = "chunk",
+        target_reduction: ReductionKind = "min",
+        target_subset: int | None = None,
+        actor_reduction: Literal["min", "mean"] = "min",
         tau: float = 0.01,
         cloning_weight: float = 0.5,
+        cloned_rows: ClonedRows | None = "demonstrations",
         critic_only_updates: int = 400,
         actor_interval: int = 1,
     ) -> None:
-        if not 0 < gamma <= 1:
-            raise ValueError(f"gamma is {gamma}; it must be in (0, 1]")
+        check_common(gamma, tau, critic_only_updates, actor_interval)
+        if cloning_weight < 0:
+            raise ValueError(f"cloning_weight is {cloning_weight}; 0 switches the term off")
+        if cloned_rows not in ("all", "demonstrations", "successes", None):
+            raise ValueError(
+                f"cloned_rows is {cloned_rows!r}; use 'all', 'demonstrations', 'successes' or null"
+            )
+        if (cloned_rows is None) != (cloning_weight == 0):
+            raise ValueError(
+                f"cloned_rows is {cloned_rows!r} with cloning_weight {cloning_weight}; give rows "
+                "exactly if the term has a weight, otherwise null"
+            )
         if alpha <= 0:
             raise ValueError(f"alpha is {alpha}; it must be above 0")
-        if not 0 < tau <= 1:
-            raise ValueError(f"tau is {tau}; it must be in (0, 1]")
-        if len(q_heads) < 2:
-            raise ValueError(f"{len(q_heads)} critic given; SAC takes the minimum of at least 2")
+        if entropy_unit not in ("chunk", "executed_number"):
+            raise ValueError(
+                f"entropy_unit is {entropy_unit!r}; expected 'chunk' or 'executed_number'"
+            )
+        if actor_reduction == "subset":
+            raise ValueError("actor_reduction is 'subset'; the actor climbs 'min' or 'mean'")
         self.encode, self.actor = encode, actor
-        self.cloning_weight = cloning_weight
+        self.target_entropy, self.entropy_unit = target_entropy, entropy_unit
+        self.cloning_weight, self.cloned_rows = cloning_weight, cloned_rows
         self.critic_only_updates, self.actor_interval = critic_only_updates, actor_interval
         self.updates = 0
-        self.loss = SACLoss(
+        self.ensemble = Ensemble(q_heads)
+        self.loss = EnsembleSACLoss(
             actor,
-            [Critic(head) for head in q_heads],
-            num_qvalue_nets=len(q_heads),
-            alpha_init=alpha,
-            target_entropy=target_entropy,
-            loss_function="l2",
-            deactivate_vmap=True,  # two heads one after the other are faster than one batched pass
+            self.ensemble,
+            gamma=gamma,
+            alpha=alpha,
+            alpha_kind=alpha_kind,
+            of_target=Reduction(target_reduction, target_subset, len(q_heads)),
+            of_actor=Reduction(actor_reduction, None, len(q_heads)),
         )
-        self.loss.set_keys(action=schema.CHUNK)
-        self.loss.make_value_estimator(gamma=gamma)
-        self.targets = SoftUpdate(self.loss, tau=tau)
-        self.critic = self._named_state()
+        self.targets = FlatSoftUpdate(self.loss, tau)
+        self.state = self._named_state()
 
     def _named_state(self) -> nn.Module:
         """Return a plain module over the same tensors, which a checkpoint can name.
 
         It holds everything of SAC that is not the policy: Q ensemble, targets, alpha.
         """
+        name = "log_alpha" if self.loss.coefficient is None else "raw_alpha"
         state = nn.Module()
-        state.register_parameter("log_alpha", self.loss.log_alpha)
-        for key, value in self.loss.qvalue_network_params.items(True, True):
-            state.register_parameter("q_" + "_".join(key), value)
-        for key, value in self.loss.target_qvalue_network_params.items(True, True):
-            state.register_buffer("target_" + "_".join(key), value.data)
+        state.register_parameter(name, self.alpha_parameters[0])
+        state.q, state.target = self.ensemble.online, self.ensemble.target
         return state
+
+    @property
+    def actor_parameters(self) -> list[nn.Parameter]:
+        """Trainable parameters of the actor's head."""
+        return list(self.actor.parameters())
 
     @property
     def critic_parameters(self) -> list[nn.Parameter]:
         """Trainable parameters of the Q ensemble."""
-        return list(self.loss.qvalue_network_params.parameters())
+        return list(self.ensemble.online.parameters())
 
     @property
     def alpha_parameters(self) -> list[nn.Parameter]:
         """The entropy coefficient's parameter."""
-        return [self.loss.log_alpha]
+        coefficient = self.loss.coefficient
+        return [self.loss.log_alpha if coefficient is None else coefficient.raw]
 
     def after_step(self) -> None:
         """Move the target networks; call after every optimizer step."""
@@ -136,72 +300,77 @@ class SoftActorCritic:
         self.updates += 1
 
     def counts(self, batch: TensorDictBase) -> dict[str, Tensor]:
-        """Return the number of rows, and of demonstrated numbers."""
-        return {"rows": torch.tensor(len(batch)), "demonstrated": self._demonstrated(batch).sum()}
-
-    def _demonstrated(self, batch: TensorDictBase) -> Tensor:
-        executed = action_mask(batch[schema.EXECUTED_MASK], batch[schema.CHUNK].shape[-1])
-        return executed & (batch[schema.POLICY_VERSION] == DEMONSTRATION).unsqueeze(-1)
+        """Return the numbers of rows by kind, and of cloned numbers."""
+        return row_counts(batch, self.cloned_rows)
 
     def __call__(self, batch: TensorDictBase, totals: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return ``loss_critic``, and ``loss_actor``, ``loss_alpha``, ``loss_cloning`` when due."""
+        """Return the loss terms that are due, and statistics.
+
+        ``loss_critic`` always; ``loss_actor``, ``loss_alpha`` and ``loss_cloning`` when the actor
+        moves.
+        """
+        self.loss.update = self.updates
+        due = self.updates >= self.critic_only_updates and not self.updates % self.actor_interval
+        source = batch.get(ACTOR_ROWS, None)
+        features, following = encoded(batch, self.encode)
+        # One pass of the head serves the fill and the actor's terms.
+        choices = self._choices(features.detach(), gradient=due and source is None)
+        with torch.no_grad():
+            fresh = self.actor.get_dist(choices).sample()
+        chunk = fill_unexecuted(batch[schema.CHUNK], batch[schema.EXECUTED_MASK], fresh)
+        rows = loss_rows(batch, features, following, chunk)
+        out = self._critic_terms(rows, batch, totals)
+        if not due:
+            return out
+        if source is None:
+            return out | self._actor_terms(choices, batch, totals)
+        with torch.no_grad():
+            features, _ = encoded(source, self.encode, following=False)
+        return out | self._actor_terms(self._choices(features, gradient=True), source, totals)
+
+    def _choices(self, features: Tensor, *, gradient: bool) -> TensorDict:
+        """Return ``features`` with the ``loc`` and ``scale`` that the actor's head gives there."""
+        rows = TensorDict({FEATURES: features}, batch_size=features.shape[:-1])
+        with torch.set_grad_enabled(gradient):
+            return self.actor[0](rows)
+
+    def _critic_terms(
+        self, rows: TensorDict, batch: TensorDictBase, totals: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
         share = len(batch) / totals["rows"]
-        batch = self._prepare(batch)
-        loss_critic, info = self.loss.qvalue_v2_loss(batch)
-        out = {
+        loss_critic, info = self.loss.qvalue_v2_loss(rows)
+        return {
             "loss_critic": share * loss_critic,
             "td_error": share * info["td_error"].mean(),
-            "alpha": share * self.loss.log_alpha.detach().exp(),
+            "alpha": share * self.loss._alpha,
+            **q_statistics(self.loss.online, batch, totals),
         }
-        if self.updates < self.critic_only_updates or self.updates % self.actor_interval:
-            return out
-        features = batch.copy()
-        features[FEATURES] = features[FEATURES].detach()
-        loss_actor, info = self.loss.actor_loss(features)
-        log_prob = info["log_prob"]
-        out |= {
+
+    def _actor_terms(
+        self, rows: TensorDict, batch: TensorDictBase, totals: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
+        share = len(batch) / totals["rows"]
+        loss_actor, info = self.loss.actor_loss(rows)
+        excess = self._entropy_excess(rows, batch, info["log_prob"])
+        out = {
             "loss_actor": share * loss_actor,
-            "loss_alpha": share * self.loss.alpha_loss(log_prob).mean(),
-            "entropy": -share * log_prob.mean(),
+            "loss_alpha": share * self.loss.alpha_loss(excess).mean(),
+            "entropy": -share * info["log_prob"].mean(),
         }
-        if self.cloning_weight:
-            # The actor loss has just written "loc": the head need not run again.
-            error = (features["loc"].tanh() - batch[schema.CHUNK]) ** 2
-            demonstrated = self._demonstrated(batch)
-            cloning = masked_mean(error, demonstrated, totals["demonstrated"])
+        if self.cloned_rows is not None:
+            error = (rows["loc"].tanh() - batch[schema.CHUNK]) ** 2
+            cloned = action_mask(cloned_steps(batch, self.cloned_rows), error.shape[-1])
+            cloning = masked_mean(error, cloned, totals["cloned"])
             out["loss_cloning"] = self.cloning_weight * cloning
         return out
 
-    def _prepare(self, batch: TensorDictBase) -> TensorDictBase:
-        batch = batch.copy()
-        if batch.get(STEPS, None) is None:
-            batch[STEPS] = batch[schema.NUM_EXECUTED]
-        if batch.get(FEATURES, None) is None:
-            batch[FEATURES] = self.encode(batch)
-            with torch.no_grad():
-                following = batch["next"].copy()
-                following[schema.TASK_ID] = batch[schema.TASK_ID]
-                batch["next", FEATURES] = self.encode(following)
-        batch[schema.CHUNK] = self._fill_unexecuted(batch)
-        return batch
-
-    def _fill_unexecuted(self, batch: TensorDictBase) -> Tensor:
-        """Return the chunks with never-executed numbers replaced by fresh samples of the policy.
-
-        What was not executed cannot have caused the reward, so Q must learn to ignore it. Chunks
-        end early only where episodes end; zeros or noise there would mark those states, and Q
-        would prefer actions that look like the end of an episode.
-        """
-        chunk = batch[schema.CHUNK]
-        rows = ~batch[schema.EXECUTED_MASK].all(-1)
-        if not bool(rows.any()):
-            return chunk
-        features = TensorDict(
-            {FEATURES: batch[FEATURES][rows].detach()}, batch_size=[int(rows.sum())]
-        )
+    def _entropy_excess(self, rows: TensorDict, batch: TensorDictBase, log_prob: Tensor) -> Tensor:
+        """Return log-prob plus target entropy ``[B]``: above 0 where entropy is below target."""
+        if self.entropy_unit == "chunk":
+            return log_prob + self.target_entropy
         with torch.no_grad():
-            fresh = self.actor.get_dist(features).sample()
-        filled = chunk.clone()
-        executed = batch[schema.EXECUTED_MASK][rows].unsqueeze(-1)
-        filled[rows] = torch.where(executed, chunk[rows], fresh)
-        return filled
+            drawn = self.actor.get_dist(rows)
+            numbers = drawn.number_log_prob(drawn.sample())
+        executed = batch[schema.EXECUTED_MASK].unsqueeze(-1)
+        wanted = target_entropy(batch[schema.NUM_EXECUTED], numbers.shape[-1], self.target_entropy)
+        return torch.where(executed, numbers, 0).flatten(1).sum(-1) + wanted.squeeze(-1)

@@ -7,6 +7,7 @@ counts. The losses themselves are the pure functions of ``imitation.py``.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Literal
 
 import torch
 from tensordict import TensorDictBase
@@ -14,7 +15,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from torchrl_vla import schema
-from torchrl_vla.objectives.imitation import chunk_mean, soft_token_cross_entropy
+from torchrl_vla.objectives.imitation import (
+    chunk_mean,
+    gaussian_nll,
+    l1,
+    soft_token_cross_entropy,
+    token_cross_entropy,
+)
 
 
 def real_numbers(batch: TensorDictBase) -> Tensor:
@@ -53,17 +60,34 @@ class GroundingObjective:
 
 
 class TokenCloning:
-    """Cross-entropy of action tokens on expert chunks, with soft bin labels.
+    """Cross-entropy of action tokens on expert chunks.
 
-    The policy's own distribution is cloned, temperature included.
+    The unscaled distribution is cloned; the temperature is the policy's at play.
 
     Args:
-        policy: a token policy (``action_logits``, ``bin_centres``).
-        label_sigma: width of the soft labels in action units, > 0.
+        policy: a token policy (``unscaled_logits``, ``bin_centres``, ``action_tokenizer``).
+        labels: ``"hard"``: the bin of the demonstrated number; ``"soft"``: spread over its
+            neighbours.
+        label_sigma: width of the soft labels in action units, > 0; only with ``"soft"``.
+
+    Raises:
+        ValueError: unknown labels, or a width that is missing or not used.
     """
 
-    def __init__(self, policy: nn.Module, label_sigma: float = 0.06) -> None:
-        self.policy, self.label_sigma = policy, label_sigma
+    def __init__(
+        self,
+        policy: nn.Module,
+        labels: Literal["hard", "soft"],
+        label_sigma: float | None = None,
+    ) -> None:
+        if labels not in ("hard", "soft"):
+            raise ValueError(f"labels is {labels!r}; use 'hard' or 'soft'")
+        if (label_sigma is not None) != (labels == "soft"):
+            raise ValueError(
+                f"label_sigma is {label_sigma} with labels {labels!r}; give a width exactly with "
+                "'soft', otherwise null"
+            )
+        self.policy, self.labels, self.label_sigma = policy, labels, label_sigma
 
     def counts(self, batch: TensorDictBase) -> dict[str, Tensor]:
         """Return the number of real action numbers (padding past the episode's end excluded)."""
@@ -72,10 +96,13 @@ class TokenCloning:
     def __call__(self, batch: TensorDictBase, totals: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return ``loss_cloning`` (nats per number) and ``entropy``."""
         logits = self.policy.unscaled_logits(batch)
-        mask = batch[schema.EXECUTED_MASK]
-        loss = soft_token_cross_entropy(
-            logits, batch[schema.CHUNK], self.policy.bin_centres, self.label_sigma
-        )
+        mask, chunk = batch[schema.EXECUTED_MASK], batch[schema.CHUNK]
+        if self.label_sigma is None:
+            loss = token_cross_entropy(logits, self.policy.action_tokenizer.encode(chunk))
+        else:
+            loss = soft_token_cross_entropy(
+                logits, chunk, self.policy.bin_centres, self.label_sigma
+            )
         log_probs = logits.detach().log_softmax(-1)
         entropy = -(log_probs.exp() * log_probs).sum(-1)
         return {
@@ -87,28 +114,50 @@ class TokenCloning:
 class GaussianCloning:
     """Regression of the tanh-Gaussian chunk head on expert chunks.
 
-    Squared error of the squashed location, and a pull of the scale towards ``target_std``, so that
-    the cloned policy explores by a known amount instead of collapsing onto the demonstrations.
+    ``"squared"`` and ``"l1"`` compare the squashed location with the demonstrated number, and pull
+    the scale towards ``target_std``, so that the cloned policy explores by a known amount instead
+    of collapsing onto the demonstrations. ``"nll"`` is the negative log-density of a Gaussian
+    around the squashed location, in action units, and learns the scale from the data. (The density
+    after tanh has no use here: experts close and open grippers with exactly ±1.)
 
     Args:
         policy: a Gaussian policy (``features``, ``location_and_scale``).
-        target_std: standard deviation before tanh, > 0.
+        loss: ``"squared"``, ``"l1"`` or ``"nll"``.
+        target_std: standard deviation before tanh, > 0; not with ``"nll"``.
+
+    Raises:
+        ValueError: unknown loss, or a ``target_std`` that is missing, not used or not positive.
     """
 
-    def __init__(self, policy: nn.Module, target_std: float = 0.15) -> None:
-        if target_std <= 0:
+    def __init__(
+        self,
+        policy: nn.Module,
+        loss: Literal["squared", "l1", "nll"] = "squared",
+        target_std: float | None = None,
+    ) -> None:
+        if loss not in ("squared", "l1", "nll"):
+            raise ValueError(f"loss is {loss!r}; use 'squared', 'l1' or 'nll'")
+        if (target_std is None) != (loss == "nll"):
+            raise ValueError(
+                f"target_std is {target_std} with loss {loss!r}; 'nll' learns the scale (null), "
+                "the others need a value"
+            )
+        if target_std is not None and target_std <= 0:
             raise ValueError(f"target_std is {target_std}; it must be above 0")
-        self.policy, self.target_std = policy, target_std
+        self.policy, self.loss, self.target_std = policy, loss, target_std
 
     def counts(self, batch: TensorDictBase) -> dict[str, Tensor]:
         """Return the number of real action numbers."""
         return {"numbers": real_numbers(batch)}
 
     def __call__(self, batch: TensorDictBase, totals: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return ``loss_cloning`` (squared error per number) and ``loss_scale``."""
+        """Return ``loss_cloning`` per number, and ``loss_scale`` where the scale is given."""
         loc, scale = self.policy.location_and_scale(batch)
-        mask = batch[schema.EXECUTED_MASK]
-        error = (loc.tanh() - batch[schema.CHUNK]) ** 2
+        mask, chunk, mean = batch[schema.EXECUTED_MASK], batch[schema.CHUNK], loc.tanh()
+        if self.loss == "nll":
+            nll = gaussian_nll(chunk, mean, scale)
+            return {"loss_cloning": chunk_mean(nll, mask, totals["numbers"])}
+        error = l1(chunk, mean) if self.loss == "l1" else (mean - chunk) ** 2
         spread = 0.01 * (scale / self.target_std).log() ** 2
         return {
             "loss_cloning": chunk_mean(error, mask, totals["numbers"]),

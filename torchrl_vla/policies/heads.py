@@ -107,8 +107,13 @@ class QHead(nn.Module):
         self.net = mlp(bottleneck + chunk_size * action_dim, hidden, 1)
 
     def forward(self, features: torch.Tensor, chunk: torch.Tensor) -> torch.Tensor:
-        """Map ``[*, F]`` and ``[*, H, A]`` to ``[*, 1]``."""
-        return self.net(torch.cat([self.project(features), chunk.flatten(-2)], dim=-1))
+        """Map ``[*, F]`` and ``[*, H, A]`` to ``[*, 1]``.
+
+        The chunk may have more leading dims (several candidates per state): a state is projected
+        once.
+        """
+        state = self.project(features).expand(*chunk.shape[:-2], -1)
+        return self.net(torch.cat([state, chunk.flatten(-2)], dim=-1))
 
 
 class ChunkParameters(TensorDictModuleBase):
@@ -133,13 +138,32 @@ class ChunkParameters(TensorDictModuleBase):
         return tensordict.set("loc", loc).set("scale", scale)
 
 
-def chunk_actor(head: GaussianHead) -> ProbabilisticActor:
+class ChunkActor(ProbabilisticActor):
+    """TorchRL's actor, whose distribution comes straight from the head.
+
+    A loss asks for it several times per update; key dispatch and keyword building would cost about
+    as much as a layer of the head.
+    """
+
+    def get_dist(self, tensordict: TensorDictBase) -> ChunkTanhNormal:
+        """Return the distribution at ``"features"``.
+
+        As TorchRL's it writes ``loc`` and ``scale``; where they are written already, the head does
+        not run again.
+        """
+        loc = tensordict.get("loc", None)
+        if loc is None:
+            loc = self[0](tensordict).get("loc")
+        return ChunkTanhNormal(loc, tensordict.get("scale"))
+
+
+def chunk_actor(head: GaussianHead) -> ChunkActor:
     """Wrap ``head`` as a TorchRL actor: features ``[*, F]`` → chunk ``[*, H, A]`` in (-1, 1).
 
     The chunk is one event (two event dims), so its log-prob is a sum over ``H`` and ``A`` and has
     shape ``[*]``.
     """
-    return ProbabilisticActor(
+    return ChunkActor(
         ChunkParameters(head),
         in_keys=["loc", "scale"],
         out_keys=[schema.CHUNK],

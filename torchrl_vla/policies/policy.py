@@ -1,15 +1,19 @@
 """What actors and learners see of a VLA, whatever its family.
 
-A policy here is TorchRL's ``VLAWrapperBase`` contract plus three things that contract leaves open:
-the value read from the same trunk pass, one sampling temperature for rollout and loss, and an
-explicit decode for evaluation. Families (``tiny``, ...) provide the module; these classes own no
+A policy here is TorchRL's ``VLAWrapperBase`` contract plus what that contract leaves open: the
+value read from the same trunk pass, one sampling temperature for rollout and loss, one precision
+for rollout, loss and evaluation, and an explicit decode for evaluation. One that on-policy
+objectives can train (``stores_log_probs``) stores a float32 log-prob per number with its action,
+named by ``action_key``; after ``score`` its ``get_dist`` gives log-probs and entropies per number
+``[*, H, A]``. Families (``tiny``, ...) provide the module; these classes own no
 architecture.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from contextlib import AbstractContextManager, nullcontext
+from typing import ClassVar, Literal
 
 import torch
 from tensordict import TensorDict, TensorDictBase
@@ -20,9 +24,11 @@ from torchrl.data.vla import UniformActionTokenizer
 from torchrl.modules.vla import VLAWrapperBase
 
 from torchrl_vla import schema
+from torchrl_vla.policies.distributions import ChunkTanhNormal
 from torchrl_vla.policies.instructions import tokenize
 
 Decode = Literal["mean", "argmax", "sample"]
+Precision = Literal["float32", "bfloat16"]
 LOGITS = ("vla_action", "logits")
 VALUE = "state_value"
 FEATURES = "features"
@@ -67,13 +73,25 @@ class Observer(nn.Module):
         model: the family's module, called as ``model(image, state, words, outputs)``.
         instructions: instruction in words by ``task_id``.
         vocabulary: words the model knows.
+        precision: ``"bfloat16"`` runs the module under autocast, wherever the policy acts, learns
+            or is evaluated; weights, distributions and log-probs stay float32.
+
+    Raises:
+        ValueError: another precision.
     """
 
     def __init__(
-        self, model: nn.Module, instructions: Sequence[str], vocabulary: Sequence[str]
+        self,
+        model: nn.Module,
+        instructions: Sequence[str],
+        vocabulary: Sequence[str],
+        precision: Precision = "float32",
     ) -> None:
         super().__init__()
+        if precision not in ("float32", "bfloat16"):
+            raise ValueError(f"precision is {precision!r}; use 'float32' or 'bfloat16'")
         self.model = model
+        self.precision = precision
         self.vocabulary = tuple(vocabulary)
         length = max(len(text.split()) for text in instructions)
         table = tokenize(instructions, vocabulary, length)
@@ -85,13 +103,19 @@ class Observer(nn.Module):
         words = self.instruction_table[td.get(schema.TASK_ID).squeeze(-1)]
         dims = td.batch_dims
         shape = td.batch_size
-        out = self.model(
-            image.reshape(-1, *image.shape[dims:]),
-            state.reshape(-1, *state.shape[dims:]),
-            words.reshape(-1, words.shape[-1]),
-            outputs,
-        )
+        with self._autocast(image.device):
+            out = self.model(
+                image.reshape(-1, *image.shape[dims:]),
+                state.reshape(-1, *state.shape[dims:]),
+                words.reshape(-1, words.shape[-1]),
+                outputs,
+            )
         return {key: value.reshape(*shape, *value.shape[1:]) for key, value in out.items()}
+
+    def _autocast(self, device: torch.device) -> AbstractContextManager[None]:
+        if self.precision == "float32":
+            return nullcontext()
+        return torch.autocast(device.type, dtype=torch.bfloat16)
 
 
 class TokenPolicy(VLAWrapperBase):
@@ -109,6 +133,11 @@ class TokenPolicy(VLAWrapperBase):
         eval_decode: action when exploration is off: ``"mean"`` (expected bin centre), ``"argmax"``
             or ``"sample"``.
     """
+
+    stores_log_probs: ClassVar[bool] = True
+    action_key: ClassVar[tuple[str, str]] = schema.TOKENS
+    idle: ClassVar[tuple[str, ...]] = ("ground_head",)
+    """Parts of the model that this policy never asks for."""
 
     def __init__(
         self,
@@ -204,10 +233,21 @@ class GaussianPolicy(TensorDictModuleBase):
         observer: family module with its instruction table.
         actor: TorchRL ``ProbabilisticActor`` reading ``"features"`` and writing the chunk.
         eval_decode: ``"mean"`` (tanh of the location) or ``"sample"``.
+        store_log_probs: store log-probs of the chunk and the state value with every decision, which
+            on-policy objectives need and others would pay for.
     """
 
+    action_key: ClassVar[tuple[str, str]] = schema.CHUNK
+    idle: ClassVar[tuple[str, ...]] = ("ground_head", "token_head")
+    """Parts of the model that this policy never asks for."""
+
     def __init__(
-        self, observer: Observer, actor: TensorDictModuleBase, *, eval_decode: Decode = "mean"
+        self,
+        observer: Observer,
+        actor: TensorDictModuleBase,
+        *,
+        eval_decode: Decode = "mean",
+        store_log_probs: bool = False,
     ) -> None:
         super().__init__()
         if eval_decode not in ("mean", "sample"):
@@ -215,12 +255,15 @@ class GaussianPolicy(TensorDictModuleBase):
         self.model = observer
         self.actor = actor
         self.eval_decode = eval_decode
+        self.stores_log_probs = store_log_probs
         self.in_keys = [schema.IMAGE, schema.STATE, schema.TASK_ID]
         self.out_keys = [schema.CHUNK]
+        if store_log_probs:
+            self.out_keys += [schema.LOG_PROBS, VALUE]
 
     def features(self, tensordict: TensorDictBase) -> torch.Tensor:
         """Return pooled features, ``[*, F]``."""
-        return self.model(tensordict, (FEATURES,))[FEATURES]
+        return self.model(tensordict, (FEATURES,))[FEATURES].float()
 
     def location_and_scale(self, tensordict: TensorDictBase) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the head's ``loc`` and ``scale`` ``[*, H, A]``; reads cached features if given."""
@@ -234,11 +277,38 @@ class GaussianPolicy(TensorDictModuleBase):
         return {"model": self.model.model, "gaussian": self.actor[0].module}
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Choose actions: writes the chunk ``[*, H, A]`` into ``tensordict``."""
-        features = TensorDict(
-            {FEATURES: self.features(tensordict)}, batch_size=tensordict.batch_size
-        )
-        dist = self.actor.get_dist(features)
+        """Choose actions: writes the chunk ``[*, H, A]`` into ``tensordict``.
+
+        With ``store_log_probs`` also the log-prob of each of its numbers, of the chunk as stored,
+        and the state value from the same trunk pass. With exploration off the chunk follows
+        ``eval_decode`` and must not be trained on.
+        """
         sample = is_random() or self.eval_decode == "sample"
-        tensordict.set(schema.CHUNK, dist.sample() if sample else dist.deterministic_sample)
+        if self.stores_log_probs:
+            scored = self.score(tensordict.select(*self.in_keys))
+            dist = self.get_dist(scored)
+            chunk = dist.sample() if sample else dist.deterministic_sample
+            tensordict.set(schema.LOG_PROBS, dist.log_prob(chunk))
+            tensordict.set(VALUE, scored.get(VALUE))
+        else:
+            features = TensorDict(
+                {FEATURES: self.features(tensordict)}, batch_size=tensordict.batch_size
+            )
+            dist = self.actor.get_dist(features)
+            chunk = dist.sample() if sample else dist.deterministic_sample
+        tensordict.set(schema.CHUNK, chunk)
         return tensordict
+
+    def score(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Write ``loc`` and ``scale`` ``[*, H, A]`` and the value ``[*, 1]``, one trunk pass."""
+        out = self.model(tensordict, (FEATURES, "value"))
+        loc, scale = self.actor[0].module(out[FEATURES].float())
+        return tensordict.set("loc", loc).set("scale", scale).set(VALUE, out["value"])
+
+    def get_dist(self, tensordict: TensorDictBase) -> ChunkTanhNormal:
+        """Return the distribution that ``score`` wrote, each number an event of its own."""
+        return ChunkTanhNormal(tensordict.get("loc"), tensordict.get("scale"), event_dims=0)
+
+    def value(self, tensordict: TensorDictBase) -> torch.Tensor:
+        """Return the state value, float32 ``[*, 1]``."""
+        return self.model(tensordict, ("value",))["value"]

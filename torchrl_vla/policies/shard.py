@@ -122,9 +122,10 @@ def clip_grad_norm(params: Iterable[nn.Parameter], max_norm: float) -> Tensor:
     ]
     kinds = [kind for kind in kinds if kind]
     norms = [_full(get_total_norm([p.grad for p in kind])).float() for kind in kinds]
-    total = torch.linalg.vector_norm(torch.stack(norms))
-    for kind in kinds:
-        clip_grads_with_norm_(kind, max_norm, total)
+    total = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
+    if float(total) > max_norm:
+        for kind in kinds:
+            clip_grads_with_norm_(kind, max_norm, total)
     return total
 
 

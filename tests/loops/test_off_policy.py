@@ -1,0 +1,158 @@
+"""The off-policy loop: pace, counts, the evaluated average, resume, settings that are refused."""
+
+import json
+from collections import deque
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from small import POLICY, SUITE, make_run
+from tensordict import TensorDict
+
+from torchrl_vla import schema
+from torchrl_vla import topology as topo
+from torchrl_vla.actors import ActorSettings, load_full_weights
+from torchrl_vla.loops.off_policy import (
+    Pacer,
+    PaceSettings,
+    Recent,
+    ReplaySettings,
+    UpdateSettings,
+    train,
+)
+from torchrl_vla.metrics import read_metrics
+from torchrl_vla.objectives.soft_actor_critic import SoftActorCritic
+from torchrl_vla.objectives.td3_bc import TD3BC
+from torchrl_vla.policies.shard import full_weights
+
+SAC = partial(SoftActorCritic, cloning_weight=0.0, cloned_rows=None, critic_only_updates=4)
+
+
+@pytest.fixture
+def one():
+    ranks = topo.start("cpu")
+    yield ranks
+    ranks.stop()
+
+
+def pacer(**settings) -> Pacer:
+    given = {"updates_per_decision": 0.5, "slack_decisions": 16, "publish_updates": 1}
+    return Pacer(PaceSettings(**(given | settings)), batch=8, min_decisions=32)
+
+
+def test_updates_follow_decisions():
+    pace = pacer()
+    pace.decisions = 31
+    assert not pace.may_update()
+    pace.decisions = 40  # 8 beyond the first 32: 0.5 x 8 = 4 updates
+    done = 0
+    while pace.may_update():
+        pace.updates += 1
+        done += 1
+    assert done == 4
+
+
+def test_the_warm_up_comes_on_the_first_decisions():
+    pace = pacer(warm_up_updates=10)
+    pace.decisions = 32
+    while pace.may_update():
+        pace.updates += 1
+    assert pace.updates == 10
+
+
+def test_actors_run_ahead_by_the_slack_and_no_more():
+    pace = pacer()
+    pace.updates, pace.decisions = 4, 40  # used: 32 + 4 / 0.5 = 40
+    # one more batch of 8 while fewer than 40 + 16 decisions are there or pending
+    assert [pace.may_request(pending) for pending in (0, 1, 2, 3)] == [True, True, False, False]
+
+
+def test_recent_counts():
+    rows = TensorDict(batch_size=[3])
+    rows[schema.NUM_EXECUTED] = torch.tensor([[2], [1], [2]])
+    rows[schema.DONE] = torch.tensor([[False], [True], [True]])
+    rows[schema.SUCCESS] = torch.tensor([[False], [True], [False]])
+    recent = Recent(deque(maxlen=200))
+    recent.add(rows)
+    assert recent.pop() == (5, 3, 2)
+    assert recent.pop() == (0, 0, 0)
+    assert recent.metrics() == {"train/success_rate": 0.5}
+
+
+def small_settings(**changes) -> dict:
+    given = {
+        "make_policy": partial(POLICY, head="gaussian"),
+        "objective": SAC,
+        "actors": ActorSettings(1, 4, 3, 30.0),
+        "replay": ReplaySettings(batch_size=8, capacity=200, min_decisions=24),
+        "pace": PaceSettings(0.5, 24, 2, average_share=0.25, warm_up_updates=4),
+        "updates": UpdateSettings(1e-2, 1e-3, 1e-3, 1.0),
+        "seed": 0,
+        "gamma": 0.9,
+        "resume": False,
+    }
+    return given | changes
+
+
+def test_the_average_is_evaluated_and_the_live_weights_never_see_it():
+    torch.manual_seed(0)
+    live, average = (POLICY(SUITE.meta, head="gaussian") for _ in range(2))
+    start = full_weights(average)
+    before = full_weights(live)
+    load_full_weights(average, before, 0.25)
+    key = ("actor", "module", "0", "module", "net", "0", "weight")
+    wanted = 0.75 * start[key] + 0.25 * before[key]
+    torch.testing.assert_close(full_weights(average)[key], wanted)
+    assert (full_weights(live) == before).all()
+
+
+@pytest.mark.parametrize("objective", [SAC, partial(TD3BC, critic_only_updates=4)])
+def test_a_run_goes_on_where_it_stopped(one: topo.Topology, tmp_path: Path, objective):
+    alpha_lr = 1e-3 if objective is SAC else None
+    settings = small_settings(
+        objective=objective, updates=UpdateSettings(1e-2, 1e-3, alpha_lr, 1.0)
+    )
+    train(make_run(tmp_path, one, updates=10), **settings)
+    first = [row for row in read_metrics(tmp_path) if row["update"]][-1]
+    train(make_run(tmp_path, one, updates=16), **(settings | {"resume": True}))
+    rows = [row for row in read_metrics(tmp_path) if row["update"]]
+    assert [row["update"] for row in rows] == list(range(2, 17, 2))
+    assert rows[-1]["decisions"] > first["decisions"]
+    assert rows[-1]["version"] == 8
+    # the policy of the newest decision may be a few publishes old, never from the future
+    assert all(row["policy_lag"] >= 0 for row in rows)
+    evaluation = json.loads((tmp_path / "eval.json").read_text())
+    assert [entry["update"] for entry in evaluation["history"]] == [0, 10, 16]
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: pacer(slack_decisions=0), "slack_decisions is 0"),
+        (
+            lambda: ReplaySettings(
+                batch_size=8, capacity=9, min_decisions=1, demonstration_share=0.5
+            ),
+            "demonstration_episodes is 0 with a share of 0.5",
+        ),
+        (
+            lambda: ReplaySettings(
+                batch_size=8, capacity=9, min_decisions=1, demonstration_episodes=3
+            ),
+            "demonstration_episodes is 3 with a share of 0.0",
+        ),
+        (lambda: UpdateSettings(1e-3, 1e-3, 1e-3, 0.0), "max_grad_norm is 0.0"),
+    ],
+)
+def test_settings_out_of_range(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_an_option_of_another_algorithm_is_refused(one: topo.Topology, tmp_path: Path):
+    with pytest.raises(ValueError, match=r"updates\.alpha_lr is 0\.001, but TD3BC has 0 entropy"):
+        train(make_run(tmp_path, one, updates=2), **small_settings(objective=TD3BC))
+    given = small_settings(objective=partial(TD3BC, alpha=0.1))
+    with pytest.raises(TypeError, match="alpha"):
+        train(make_run(tmp_path / "b", one, updates=2), **given)
