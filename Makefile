@@ -3,7 +3,10 @@ PYTHON ?= python
 OMP_NUM_THREADS ?= 1
 export OMP_NUM_THREADS
 
-.PHONY: install test slow lint bench
+# Where `make test-all` keeps an environment per benchmark: their MuJoCo versions exclude each other.
+VENVS ?= build/venvs
+
+.PHONY: install test slow test-all lint bench
 
 install:  ## the package, editable, with what the tests need
 	$(PYTHON) -m pip install -e '.[test]'
@@ -12,7 +15,14 @@ test:  ## everything but the slow tests
 	$(PYTHON) -m pytest
 
 slow:  ## the tests that take minutes
-	$(PYTHON) -m pytest -m slow --timeout=1800
+	$(PYTHON) -m pytest -m "slow and not metaworld and not libero" --timeout=1800
+
+test-all: test slow  ## and Meta-World and LIBERO, each in its own environment (about 9 GB)
+	@set -e; for extra in metaworld libero; do \
+		$(PYTHON) -m venv $(VENVS)/$$extra; \
+		$(VENVS)/$$extra/bin/python -m pip install --quiet -e ".[test,$$extra]"; \
+		echo "== $$extra"; $(VENVS)/$$extra/bin/python -m pytest -m $$extra --timeout=1800; \
+	done
 
 lint:  ## style, as .ci/run checks it
 	$(PYTHON) -m ruff check .

@@ -277,7 +277,7 @@ def test_actions_are_clipped_and_the_workspace_is_closed(sims):
     assert np.allclose(sims.state(0), [0.2, 0.14, 0.2, 0, 0, 40 / 48], atol=2e-3)
     sims.reset(0, 0)
     sims.step(0, np.array([50.0, 0, 0, 0], np.float32))
-    assert sims._ctrl[0][0] == pytest.approx(0.02)
+    assert sims._data[0].ctrl[0] == pytest.approx(0.02)
 
 
 def test_step_before_reset_and_bad_configs_are_refused():

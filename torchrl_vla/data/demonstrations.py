@@ -1,4 +1,4 @@
-"""Demonstrations: record scripted experts, then view the record as chunks or as transitions.
+"""Demonstrations: record experts or policies, then view the record as chunks or as transitions.
 
 One record serves both uses: behaviour cloning takes a sample at every control step (the next ``H``
 expert actions, padded at the end of the episode), off-policy RL takes decisions of ``H`` steps with
@@ -7,12 +7,14 @@ their next observation. Nothing is rendered twice.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from tensordict import TensorDict
+from torch import nn
+from torchrl.envs.utils import ExplorationType, set_exploration_type
 
 from torchrl_vla import schema
 from torchrl_vla.envs.simulator import SimulationError, Simulators
@@ -36,6 +38,50 @@ class Episode:
     init_state_id: int
 
 
+Teacher = Callable[[Simulators, int, int], np.ndarray]
+"""Chooses an action: ``(simulators, init_state_id, step)`` to float32 ``[A]``, for simulator 0."""
+
+
+def expert_teacher(simulators: Simulators, init_state_id: int, step: int) -> np.ndarray:
+    """Choose what the suite's scripted expert would do."""
+    return simulators.expert_action(0)
+
+
+class PolicyTeacher:
+    """Chooses what a policy does with exploration off, one chunk after the other.
+
+    The random numbers of a decode that draws some depend on the episode and the decision only.
+
+    Args:
+        policy: Writes the chunk ``[1, H, A]`` for a TensorDict ``[1]`` of observations.
+    """
+
+    def __init__(self, policy: nn.Module) -> None:
+        self._policy = policy
+        self._chunk: list[np.ndarray] = []
+
+    def __call__(self, simulators: Simulators, init_state_id: int, step: int) -> np.ndarray:
+        """Return the next action; a new episode forgets the rest of the last chunk."""
+        if step == 0:
+            self._chunk = []
+        if not self._chunk:
+            self._chunk = list(self._decide(simulators, init_state_id, step))
+        return self._chunk.pop(0)
+
+    def _decide(self, simulators: Simulators, init_state_id: int, step: int) -> np.ndarray:
+        td = TensorDict(batch_size=[1])
+        td[schema.IMAGE] = torch.from_numpy(simulators.render(0))[None]
+        td[schema.STATE] = torch.from_numpy(simulators.state(0))[None]
+        td[schema.TASK_ID] = torch.tensor([[simulators.task_id(0)]])
+        with (
+            torch.no_grad(),
+            torch.random.fork_rng(devices=[]),
+            set_exploration_type(ExplorationType.DETERMINISTIC),
+        ):
+            torch.manual_seed(init_state_id * 1009 + step)
+            return self._policy(td)[schema.CHUNK][0].numpy()
+
+
 def record(
     simulators: Simulators,
     init_state_ids: Iterable[int],
@@ -46,42 +92,69 @@ def record(
 ) -> list[Episode]:
     """Record the suite's expert, one episode per id; failed episodes are left out.
 
-    With ``noise`` the executed action is disturbed while the label stays the expert's own choice,
-    so the data shows how to come back from mistakes (DART, Laskey et al. 2017, arXiv:1703.09327).
-
-    Args:
-        simulators: the suite; only simulator 0 is used.
-        init_state_ids: where the episodes start.
-        noise: standard deviation of Gaussian action noise, >= 0.
-        seed: seed of the noise.
-        max_steps: control steps per episode; the suite's limit if ``None``.
+    Arguments as :func:`attempts`.
 
     Raises:
         ValueError: ``noise`` is negative, or no episode succeeded.
     """
-    if noise < 0:
-        raise ValueError(f"noise is {noise}; it must be at least 0")
-    rng = np.random.default_rng(seed)
-    limit = simulators.meta.max_steps if max_steps is None else max_steps
-    episodes = []
-    for init_state_id in init_state_ids:
-        episode = _record_one(simulators, int(init_state_id), noise, rng, limit)
-        if episode is not None:
-            episodes.append(episode)
+    tried = attempts(simulators, init_state_ids, noise=noise, seed=seed, max_steps=max_steps)
+    episodes = [episode for episode in tried if episode is not None]
     if not episodes:
         raise ValueError("the expert solved none of the given initial states: no demonstrations")
     return episodes
 
 
+def attempts(
+    simulators: Simulators,
+    init_state_ids: Iterable[int],
+    *,
+    teacher: Teacher = expert_teacher,
+    noise: float | Sequence[float] = 0.0,
+    seed: int = 0,
+    max_steps: int | None = None,
+) -> Iterator[Episode | None]:
+    """Let a teacher try one episode per id; yield it if it succeeds, else None.
+
+    With ``noise`` the executed action is disturbed while the label stays the teacher's own choice,
+    so the data shows how to come back from mistakes (DART, Laskey et al. 2017, arXiv:1703.09327).
+    Differs: the noise is isotropic and its level given, where DART fits it to a learner's errors.
+
+    Args:
+        simulators: the suite; only simulator 0 is used.
+        init_state_ids: where the episodes start.
+        teacher: who chooses the actions.
+        noise: standard deviation of Gaussian action noise, >= 0; of several levels, episodes take
+            turns.
+        seed: seed of the noise.
+        max_steps: control steps per episode; the suite's limit if ``None``.
+
+    Raises:
+        ValueError: a level of ``noise`` is negative, or there is none.
+    """
+    levels = [float(noise)] if isinstance(noise, int | float) else list(noise)
+    if not levels or min(levels) < 0:
+        raise ValueError(f"noise is {noise}; it must be at least 0")
+    rng = np.random.default_rng(seed)
+    limit = simulators.meta.max_steps if max_steps is None else max_steps
+    for number, init_state_id in enumerate(init_state_ids):
+        level = levels[number % len(levels)]
+        yield _record_one(simulators, int(init_state_id), teacher, level, rng, limit)
+
+
 def _record_one(
-    simulators: Simulators, init_state_id: int, noise: float, rng: np.random.Generator, limit: int
+    simulators: Simulators,
+    init_state_id: int,
+    teacher: Teacher,
+    noise: float,
+    rng: np.random.Generator,
+    limit: int,
 ) -> Episode | None:
     simulators.reset(0, init_state_id)
     images, states = [simulators.render(0)], [simulators.state(0)]
     expert, executed, rewards = [], [], []
     task_id = simulators.task_id(0)
-    for _ in range(limit):
-        wanted = simulators.expert_action(0)
+    for step in range(limit):
+        wanted = teacher(simulators, init_state_id, step)
         action = np.clip(wanted + noise * rng.standard_normal(wanted.shape), -1, 1)
         action = action.astype(np.float32)
         try:

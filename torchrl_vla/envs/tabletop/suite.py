@@ -8,8 +8,8 @@ import numpy as np
 
 from torchrl_vla.envs.gl import OffscreenRenderer, import_mujoco
 from torchrl_vla.envs.simulator import SimulationError, StepOutcome, SuiteMeta
-from torchrl_vla.envs.tabletop import scene
-from torchrl_vla.envs.tabletop.expert import MAX_DELTA, ExpertView, expert_action
+from torchrl_vla.envs.tabletop import arm, gantry, scene
+from torchrl_vla.envs.tabletop.embodiment import Embodiment, EmbodimentName
 from torchrl_vla.envs.tabletop.tasks import (
     INSTRUCTIONS,
     SPLITS,
@@ -26,7 +26,9 @@ MAX_STEPS = 48
 A limit that the state shows is part of the task (Pardo et al. 2018, arXiv:1712.00378), so the last
 step is terminal; an environment that cuts earlier truncates, as always.
 """
-_N = scene.N_GRIPPER_QPOS
+BODIES = {"gantry": (gantry, gantry.Gantry), "arm": (arm, arm.Arm)}
+"""Per embodiment, the file with the names of its numbers and the class."""
+_BLOCK_QPOS = 7 * len(scene.COLOURS)
 _BAD = [
     int(w)
     for w in (
@@ -38,34 +40,25 @@ _BAD = [
 ]
 
 
-def suite_meta(image_size: int = 64, second_camera: bool = False) -> SuiteMeta:
+def suite_meta(
+    image_size: int = 64, second_camera: bool = False, embodiment: EmbodimentName = "gantry"
+) -> SuiteMeta:
     """Describe the suite without building it."""
+    names = BODIES[embodiment][0]
     return SuiteMeta(
-        name="tabletop",
+        name="tabletop" if embodiment == "gantry" else f"tabletop_{embodiment}",
         instructions=INSTRUCTIONS,
         task_names=tuple(task.kind for task in TASKS),
         cameras=scene.CAMERA_NAMES if second_camera else scene.CAMERA_NAMES[:1],
         image_size=image_size,
-        state_names=(
-            "ee_x [m]",
-            "ee_y [m]",
-            "ee_z [m]",
-            "finger_left [m]",
-            "finger_right [m]",
-            "time used [fraction of the limit]",
-        ),
-        action_names=(
-            "dx of the target, 1 = 2 cm to the right",
-            "dy of the target, 1 = 2 cm away from the camera",
-            "dz of the target, 1 = 2 cm up",
-            "gripper opening, -1 closed, 1 open",
-        ),
+        state_names=(*names.STATE_NAMES, "time used [fraction of the limit]"),
+        action_names=names.ACTION_NAMES,
         max_steps=MAX_STEPS,
         control_hz=scene.CONTROL_HZ,
     )
 
 
-def _check_pictures(image_size: int, render_quality: str) -> None:
+def _check_choices(image_size: int, render_quality: str, embodiment: str) -> None:
     if image_size not in scene.IMAGE_SIZES:
         raise ValueError(
             f"image_size is {image_size}, must be one of {scene.IMAGE_SIZES}: choose one"
@@ -74,6 +67,8 @@ def _check_pictures(image_size: int, render_quality: str) -> None:
         raise ValueError(
             f"render_quality is {render_quality!r}, must be 'fast' or 'high': choose one"
         )
+    if embodiment not in BODIES:
+        raise ValueError(f"embodiment is {embodiment!r}, must be one of {tuple(BODIES)}: choose")
 
 
 class Tabletop:
@@ -88,6 +83,7 @@ class Tabletop:
         second_camera: Add a camera on the gripper, looking down.
         render_quality: ``"fast"`` for observations, ``"high"`` adds shadows and anti-aliasing
             (about 80 times slower on a CPU).
+        embodiment: ``"gantry"`` (4 action numbers) or ``"arm"`` (7; see ``arm.py``).
 
     Raises:
         ValueError: an argument outside its limits.
@@ -99,30 +95,32 @@ class Tabletop:
         image_size: int = 64,
         second_camera: bool = False,
         render_quality: Literal["fast", "high"] = "fast",
+        embodiment: EmbodimentName = "gantry",
     ) -> None:
         if num_envs < 1:
             raise ValueError(f"num_envs is {num_envs}, must be >= 1: ask for at least one")
-        _check_pictures(image_size, render_quality)
-        self.meta = suite_meta(image_size, second_camera)
+        _check_choices(image_size, render_quality, embodiment)
+        self.meta = suite_meta(image_size, second_camera, embodiment)
         self.named_block = tuple(task.colour for task in TASKS)
         """Block that each task id names (privileged labels of ``algo=ground``)."""
         self.asked_motion = tuple((task.direction, float(task.kind == "pick_up")) for task in TASKS)
         """Sideways and upward motion that each task id asks for (privileged labels)."""
         self.num_envs = num_envs
-        self._config = (num_envs, image_size, second_camera, render_quality)
+        self._config = (num_envs, image_size, second_camera, render_quality, embodiment)
         self._high_quality = render_quality == "high"
-        self._model = mujoco.MjModel.from_xml_string(scene.build_mjcf(second_camera))
+        mjcf = scene.build_mjcf(second_camera, embodiment)
+        self._model = mujoco.MjModel.from_xml_string(mjcf)
         self._data = [mujoco.MjData(self._model) for _ in range(num_envs)]
-        self._qpos = [data.qpos for data in self._data]
-        self._ctrl = [data.ctrl for data in self._data]
-        self._blocks = [q[_N:].reshape(3, 7)[:, :3] for q in self._qpos]
+        self._robots: Embodiment = BODIES[embodiment][1](self._model, self._data)
+        self._block_qpos = [data.qpos[-_BLOCK_QPOS:].reshape(3, 7) for data in self._data]
+        self._blocks = [qpos[:, :3] for qpos in self._block_qpos]
         self._start = np.zeros((num_envs, 3, 3))
         self._task_ids = [-1] * num_envs
         self._steps = [0] * num_envs
         self._renderer: OffscreenRenderer | None = None
         self._film: tuple[int, OffscreenRenderer] | None = None
 
-    def __reduce__(self) -> tuple[type[Tabletop], tuple[int, int, bool, str]]:
+    def __reduce__(self) -> tuple[type[Tabletop], tuple[int, int, bool, str, str]]:
         """Pickle the configuration, never the simulators or the renderer."""
         return type(self), self._config
 
@@ -133,11 +131,9 @@ class Tabletop:
             ValueError: a negative ``init_state_id``.
         """
         initial = initial_state(init_state_id)
-        data, qpos = self._data[index], self._qpos[index]
+        data, blocks = self._data[index], self._block_qpos[index]
         mujoco.mj_resetData(self._model, data)
-        qpos[:3] = self._ctrl[index][:3] = scene.HOME
-        qpos[3:_N] = self._ctrl[index][3:] = 0.5 * scene.FINGER_OPEN
-        blocks = qpos[_N:].reshape(3, 7)
+        self._robots.reset(index)
         blocks[:, :3] = initial.positions
         blocks[:, 3] = np.cos(0.5 * initial.yaw)
         blocks[:, 4:6] = 0.0
@@ -164,8 +160,8 @@ class Tabletop:
 
         Args:
             index: Simulator, 0..num_envs-1.
-            action: float32 ``[4]`` in [-1, 1] (values outside are clipped): change of the tip's
-                target position in units of 2 cm, absolute gripper opening.
+            action: float32 ``[A]`` in [-1, 1] (values outside are clipped), as
+                ``meta.action_names`` says.
 
         Returns:
             Reward 1 on success, else 0.
@@ -177,18 +173,14 @@ class Tabletop:
         """
         task = TASKS[self.task_id(index)]
         action = np.asarray(action, np.float64)
-        if action.shape != (4,) or not np.isfinite(action).all():
-            raise ValueError(f"action is {action}, must be 4 finite numbers: check the policy")
-        action = np.clip(action, -1.0, 1.0)
-        data, ctrl = self._data[index], self._ctrl[index]
-        ctrl[:3] = np.clip(
-            ctrl[:3] + MAX_DELTA * action[:3], scene.WORKSPACE_LOW, scene.WORKSPACE_HIGH
-        )
-        ctrl[3:] = 0.5 * (action[3] + 1.0) * scene.FINGER_OPEN
-        mujoco.mj_step(self._model, data, nstep=scene.SUBSTEPS)
+        size = self.meta.action_dim
+        if action.shape != (size,) or not np.isfinite(action).all():
+            raise ValueError(f"action is {action}, must be {size} finite numbers: check the policy")
+        self._robots.act(index, np.clip(action, -1.0, 1.0))
+        mujoco.mj_step(self._model, self._data[index], nstep=scene.SUBSTEPS)
         self._check_finite(index)
         success, failure = evaluate(
-            task, self._qpos[index][:3], self._blocks[index], self._start[index]
+            task, self._robots.tip(index), self._blocks[index], self._start[index]
         )
         self._steps[index] += 1
         out_of_time = self._steps[index] >= MAX_STEPS
@@ -207,20 +199,16 @@ class Tabletop:
         )
 
     def state(self, index: int) -> np.ndarray:
-        """Proprioception, float32 ``[6]``: tip x, y, z, two finger positions [m], time used."""
-        state = np.empty(_N + 1, np.float32)
-        state[:_N] = self._qpos[index][:_N]
-        state[_N] = self._steps[index] / MAX_STEPS
+        """Proprioception, float32 ``[S]``: ``meta.state_names`` says what; the clock is last."""
+        state = np.empty(self.meta.state_dim, np.float32)
+        state[:-1] = self._robots.state(index)
+        state[-1] = self._steps[index] / MAX_STEPS
         return state
 
     def expert_action(self, index: int) -> np.ndarray:
-        """The scripted expert's next action, float32 ``[4]`` in [-1, 1]."""
+        """The scripted expert's next action, float32 ``[A]`` in [-1, 1]."""
         task = TASKS[self.task_id(index)]
-        qpos = self._qpos[index]
-        view = ExpertView(
-            qpos[:3], self._ctrl[index][:3], qpos[3:_N], self._blocks[index][task.colour]
-        )
-        return expert_action(task, view)
+        return self._robots.expert_action(index, task, self._blocks[index][task.colour])
 
     def block_positions(self, index: int) -> np.ndarray:
         """Centres of the red, green and blue block, float32 ``[3, 3]`` [m] (privileged)."""
@@ -291,10 +279,11 @@ class TabletopSuite:
         image_size: int = 64,
         second_camera: bool = False,
         render_quality: Literal["fast", "high"] = "fast",
+        embodiment: EmbodimentName = "gantry",
     ) -> None:
-        _check_pictures(image_size, render_quality)
-        self.meta = suite_meta(image_size, second_camera)
-        self._config = (image_size, second_camera, render_quality)
+        _check_choices(image_size, render_quality, embodiment)
+        self.meta = suite_meta(image_size, second_camera, embodiment)
+        self._config = (image_size, second_camera, render_quality, embodiment)
 
     def simulators(self, num_envs: int) -> Tabletop:
         """Build ``num_envs`` simulators in this process."""

@@ -1,0 +1,106 @@
+"""``launch/demos.py`` from the command line's values to a data set on disk."""
+
+import importlib.util
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+from hydra.utils import instantiate
+from omegaconf import OmegaConf
+
+from torchrl_vla import topology
+from torchrl_vla.checkpoint import Checkpointer
+from torchrl_vla.data.lerobot import LeRobotDataset
+
+ROOT = Path(__file__).parents[2]
+
+
+def load_program():
+    spec = importlib.util.spec_from_file_location("launch_demos", ROOT / "launch" / "demos.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+demos = load_program()
+
+
+def composed(*overrides: str, name: str = "demos"):
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        return compose(name, list(overrides))
+
+
+def run(*overrides: str) -> None:
+    demos.main.__wrapped__(composed(*overrides))
+
+
+def test_the_experts_successes_are_written_and_read_back(tmp_path: Path, capsys):
+    out = tmp_path / "set"
+    run(f"out={out}", "episodes=3", "noise=[0,0.3]", "video=true")
+    assert "3 successes of 3 attempts" in capsys.readouterr().out
+    dataset = LeRobotDataset(out)
+    assert len(dataset) == 3
+    assert dataset.layout.features["observation.images.front"].dtype == "video"
+    # Noise levels take turns: only the second episode did something else than the expert wanted.
+    differ = []
+    for number in range(3):
+        columns = dataset.read(number, ["action", "action.executed"]).columns
+        differ.append(bool((columns["action"] != columns["action.executed"]).any()))
+    assert differ == [False, True, False]
+    cfg = OmegaConf.load(ROOT / "conf/dataset/own.yaml")
+    cfg.folder = str(out)
+    suite = instantiate(composed(f"out={out}").env)
+    episodes = instantiate(cfg)(suite.meta)
+    assert [e.init_state_id - suite.splits["demo"].start for e in episodes] == [0, 1, 2]
+
+
+def make_run(folder: Path) -> Path:
+    """Leave a run's folder with an untrained policy in it."""
+    cfg = composed("algo=bc", "policy.weights=null", name="train")
+    folder.mkdir()
+    OmegaConf.save(cfg, folder / "config.yaml", resolve=True)
+    suite = instantiate(cfg.env)
+    torch.manual_seed(0)
+    policy = instantiate(cfg.policy)(suite.meta)
+    ranks = topology.start("cpu")
+    Checkpointer(folder / "checkpoints").save(1, {"modules": {"evaluated": policy}}, topology=ranks)
+    ranks.stop()
+    return folder
+
+
+def test_a_policy_without_success_leaves_nothing(tmp_path: Path):
+    folder = make_run(tmp_path / "run")
+    out = tmp_path / "set"
+    with pytest.raises(RuntimeError, match="0 of 2 attempts succeeded, episodes is 1"):
+        run(f"out={out}", f"checkpoint={folder}", "episodes=1", "max_attempts=2", "max_steps=3")
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+    with pytest.raises(ValueError, match="was trained on"):
+        run(f"out={out}", f"checkpoint={folder}", "env.image_size=96")
+
+
+def test_the_first_successes_are_taken():
+    meta = instantiate(composed("out=x").env).meta
+    counts: Counter[str] = Counter()
+    won = type("Won", (), {"task_id": 0})()
+    tried = iter([None, won, None, won, won])
+    assert list(demos.successes(tried, 2, meta, counts)) == [won, won]
+    assert next(tried) is won  # the third was never asked for
+    assert (counts["attempts"], counts["successes"], counts[meta.task_names[0]]) == (4, 2, 2)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (("episodes=0",), "episodes is 0"),
+        (("split=test",), "split is 'test', the suite has"),
+        (("noise=-1",), "noise is -1"),
+        (("checkpoint=nowhere",), "nowhere is no run folder"),
+        (("out=.",), r"out=\. exists"),
+    ],
+)
+def test_bad_settings_are_refused(overrides, message: str, tmp_path: Path):
+    with pytest.raises((ValueError, OSError), match=message):
+        run(f"out={tmp_path / 'set'}", *overrides)
+    assert list(tmp_path.iterdir()) == []
