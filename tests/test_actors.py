@@ -381,6 +381,12 @@ def test_streams_go_on_where_a_checkpoint_says():
     # 4 episodes handed out, 2 per state: the third state comes next
     env = make(worker=1, positions=[0, 4])
     assert env.reset()[schema.INIT_STATE_ID].flatten().tolist() == [start_of + 6 * 10**6 + 2] * 2
+    # 3 handed out: the second group lost its first episode with the processes, so it is skipped
+    env = make(worker=1, positions=[0, 3])
+    first = env.reset()
+    assert first[schema.INIT_STATE_ID].flatten().tolist() == [start_of + 6 * 10**6 + 2] * 2
+    assert first[schema.GROUP_ID].unique().numel() == 1
+    assert first[schema.EPISODE_ID].unique().numel() == 2
 
 
 def test_a_behaviour_copy_has_the_weights_and_its_own_memory():

@@ -11,7 +11,7 @@ PACKAGE = "torchrl_vla"
 FLOORS = (
     ("schema",),
     ("topology",),
-    ("envs", "policies", "objectives"),
+    ("envs", "policies", "objectives", "storage"),
     ("actors", "learner", "checkpoint", "metrics", "replay", "data", "video", "progress"),
     ("evaluate",),
     ("loops", "report"),
@@ -24,7 +24,14 @@ HOMES = {
     "hydra": "launch",
     "omegaconf": "launch",
     "mujoco": "envs",
+    "gymnasium": "envs",
+    "metaworld": "envs",
+    "libero": "envs",
+    "robosuite": "envs",
     "transformers": "policies",
+    "peft": "policies",
+    "huggingface_hub": "policies",
+    "pyarrow": "data",
 }
 """The one room that may import an outside library."""
 RANKS = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"}

@@ -127,11 +127,14 @@ class Learner:
             for root in self.sharded:
                 root.set_requires_gradient_sync(number == len(micro_batches) - 1)
             scalars = self.objective(micro_batch, totals)
-            losses = [value for name, value in scalars.items() if name.startswith("loss_")]
-            # Ranks' gradients are averaged, the terms are fractions of a global sum.
-            (torch.stack(losses).sum() * self.topology.world_size).backward()
-            for name, value in scalars.items():
-                summed[name] = summed.get(name, 0.0) + value.detach()
+            loss = sum(value for name, value in scalars.items() if name.startswith("loss_"))
+            if self.topology.world_size > 1:
+                # Ranks' gradients are averaged, the terms are fractions of a global sum.
+                loss = loss * self.topology.world_size
+            loss.backward()
+            with torch.no_grad():
+                for name, value in scalars.items():
+                    summed[name] = summed[name] + value if name in summed else value
         norms = self._clip()
         factor = 1.0 if self.schedule is None else self.schedule(self.updates)
         for group, settings in zip(self.groups, self.optimizer.param_groups, strict=True):
@@ -168,11 +171,10 @@ class Learner:
             norms[f"grad_norm/{group.name}"] = norm
         return norms
 
-    def _report(
-        self, summed: dict[str, torch.Tensor], norms: dict[str, float]
-    ) -> dict[str, float]:
+    def _report(self, summed: dict[str, torch.Tensor], norms: dict[str, float]) -> dict[str, float]:
         names = sorted(summed)
-        values = torch.stack([summed[name].float().reshape(()) for name in names])
+        with torch.no_grad():
+            values = torch.stack([summed[name].float().reshape(()) for name in names])
         if self.topology.world_size > 1:
             values = self.topology.all_reduce_sum(values)
         report = dict(zip(names, values.tolist(), strict=True))

@@ -55,7 +55,11 @@ EVERYWHERE = {
 ENTROPY = {"loss_alpha", "alpha", "entropy", "grad_norm/alpha", "lr/alpha"}
 CASES = {
     "sac": ((), ENTROPY | {"loss_cloning"}),
-    "rlpd": ((), ENTROPY),
+    "rlpd": ((), ENTROPY | {"loss_cloning"}),
+    "rlpd without cloning": (
+        ("algo.objective.cloning_weight=0", "algo.objective.cloned_rows=null"),
+        ENTROPY,
+    ),
     "cql": ((), ENTROPY | {"loss_cloning", "loss_conservative"}),
     "td3_bc": ((), {"loss_cloning", "q_weight"}),
     "sac by class": (

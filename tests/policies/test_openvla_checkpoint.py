@@ -1,4 +1,4 @@
-"""Published checkpoint folders: strict, without foreign code, with errors that name what is wrong."""
+"""Published checkpoint folders: strict, no foreign code, errors that name what is wrong."""
 
 import dataclasses
 import json
@@ -207,7 +207,7 @@ def test_unknown_towers_are_named(tmp_path: Path):
     with pytest.raises(ValueError, match=r"\['vit_base_patch16_clip_224'\]; known are"):
         read_settings(tmp_path)
     (tmp_path / "config.json").unlink()
-    with pytest.raises(FileNotFoundError, match="no config.json"):
+    with pytest.raises(FileNotFoundError, match=r"no config\.json"):
         read_settings(tmp_path)
 
 

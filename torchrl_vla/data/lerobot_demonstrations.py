@@ -218,14 +218,14 @@ class _Reader:
         images = [self._sized(recording.images[key]) for key in self._cameras]
         image = torch.stack(images, dim=1)
         length = len(action)
-        reward = columns.get(REWARD, (np.arange(length) == length - 1).astype(np.float32))
+        reward = columns.get(REWARD, np.arange(length) == length - 1)
         init_state = columns.get(INIT_STATE, np.array([UNKNOWN_INIT_STATE]))
         return Episode(
             image=torch.cat([image, image[-1:]]),
             state=torch.from_numpy(np.concatenate([state, state[-1:]])),
             expert=torch.from_numpy(action),
             executed=torch.from_numpy(columns.get(EXECUTED, action)),
-            reward=torch.from_numpy(reward),
+            reward=torch.from_numpy(reward.astype(np.float32)),
             task_id=task_id,
             init_state_id=int(init_state[0]),
         )

@@ -37,7 +37,7 @@ from torchrl_vla.objectives.critics import (
 )
 from torchrl_vla.objectives.masks import action_mask, decision_discount
 from torchrl_vla.objectives.off_policy import Alpha, target_entropy, td_target
-from torchrl_vla.objectives.reduction import masked_mean
+from torchrl_vla.objectives.reduction import masked_sum
 
 EntropyUnit = Literal["chunk", "executed_number"]
 
@@ -360,7 +360,7 @@ class SoftActorCritic:
         if self.cloned_rows is not None:
             error = (rows["loc"].tanh() - batch[schema.CHUNK]) ** 2
             cloned = action_mask(cloned_steps(batch, self.cloned_rows), error.shape[-1])
-            cloning = masked_mean(error, cloned, totals["cloned"])
+            cloning = masked_sum(error, cloned) / totals["cloned"].clamp_min(1)
             out["loss_cloning"] = self.cloning_weight * cloning
         return out
 

@@ -31,7 +31,7 @@ from torchrl_vla.objectives.critics import (
 )
 from torchrl_vla.objectives.masks import action_mask, decision_discount
 from torchrl_vla.objectives.off_policy import td_target
-from torchrl_vla.objectives.reduction import masked_mean
+from torchrl_vla.objectives.reduction import masked_sum
 
 
 class TD3BC:
@@ -220,6 +220,6 @@ class TD3BC:
         cloned = action_mask(cloned_steps(batch, self.cloned_rows), error.shape[-1])
         return {
             "loss_actor": -weight * self._q(features, chunk).sum() / totals["rows"],
-            "loss_cloning": masked_mean(error, cloned, totals["cloned"]),
+            "loss_cloning": masked_sum(error, cloned) / totals["cloned"].clamp_min(1),
             "q_weight": weight * len(batch) / totals["rows"],
         }

@@ -10,6 +10,7 @@ import math
 import numpy as np
 import torch
 from torch import Tensor
+from torch.distributions import TanhTransform
 from torchrl.modules import TanhNormal
 
 _NODES, _WEIGHTS = (torch.tensor(x) for x in np.polynomial.hermite.hermgauss(16))
@@ -48,15 +49,17 @@ class ChunkTanhNormal(TanhNormal):
         high: Tensor | float = 1.0,
         event_dims: int = 2,
     ) -> None:
-        dtype = torch.promote_types(loc.dtype, torch.float32)
-        super().__init__(
-            loc.to(dtype),
-            scale.to(dtype),
-            low=low,
-            high=high,
-            event_dims=event_dims,
-            safe_tanh=False,
-        )
+        if loc.dtype in (torch.float16, torch.bfloat16):
+            loc, scale = loc.float(), scale.float()
+        if isinstance(low, Tensor) or isinstance(high, Tensor) or (low, high) != (-1.0, 1.0):
+            super().__init__(loc, scale, low=low, high=high, event_dims=event_dims, safe_tanh=False)
+            return
+        # What the inherited constructor makes of the default range, without the dozen small
+        # operations that it spends on finding out: losses build several of these per update.
+        self.low, self.high, self.non_trivial_min, self.non_trivial_max = low, high, False, False
+        self.tanh_loc, self.upscale, self.device = False, 5.0, loc.device
+        self._event_dims, self._t = event_dims, TanhTransform()
+        self.update(loc, scale)
 
     def saturated(self, value: Tensor) -> Tensor:
         """Which numbers of a chunk lie exactly on an end of the range, ``[*, H, A]`` bool."""
@@ -135,7 +138,7 @@ class ChunkTanhNormal(TanhNormal):
         numbers = -noise.square() / 2 - self.scale.log() - constant - log_tanh_slope(preimage)
         chunk = preimage.tanh()
         if self.non_trivial_min or self.non_trivial_max:
-            half = (self.high - self.low) / 2
+            half = torch.as_tensor((self.high - self.low) / 2)
             chunk, numbers = chunk * half + (self.high + self.low) / 2, numbers - half.log()
         return chunk, numbers.flatten(-self._event_dims).sum(-1) if self._event_dims else numbers
 

@@ -6,8 +6,8 @@ axis-angle vector in world axes, gripper (-1 open, 1 closed), all in [-1, 1]. Di
 and the change moves the *target* pose, not the measured one, so that errors do not add up.
 
 The target pose becomes joint set-points by damped least squares (Nakamura and Hanafusa 1986; Buss
-2004, "Introduction to inverse kinematics", eq. 11) with a pull towards the start posture in the
-one direction that does not move the gripper.
+2004, "Introduction to inverse kinematics", section on damped least squares) with a pull towards the
+start posture in the one direction that does not move the gripper.
 """
 
 from __future__ import annotations
@@ -81,7 +81,6 @@ class Arm:
         qpos[_JOINTS : _JOINTS + 2] = ctrl[_JOINTS:] = 0.5 * scene.FINGER_OPEN
         self._position[index] = scene.HOME
         self._turn[index] = (1.0, 0.0, 0.0, 0.0)
-        self._fresh(index)
 
     def act(self, index: int, action: np.ndarray) -> None:
         """Move the target pose inside its limits and set the joints for it; action ``[7]``.
