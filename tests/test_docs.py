@@ -1,8 +1,10 @@
 """The pages say what the code says: schema table, file tree, links, and the README's example.
 
-``python tests/test_docs.py`` prints the schema table for ``docs/architecture.md``.
+``python tests/test_docs.py`` prints the schema table for ``docs/architecture.md``,
+``python tests/test_docs.py files`` the tree of ``docs/files.md``.
 """
 
+import ast
 import re
 import subprocess
 import sys
@@ -39,16 +41,39 @@ def code_blocks(language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```$", README, re.DOTALL | re.MULTILINE)
 
 
-def tree_paths() -> set[Path]:
-    """Paths of the README's file tree: two spaces of indent per folder, folders end in a slash."""
-    paths, folders = set(), []
-    for line in code_blocks("text")[-1].splitlines():
-        depth, name = (len(line) - len(line.lstrip())) // 2, line.split()[0]
-        folders = folders[:depth]
-        paths.add(Path(*folders, name))
-        if name.endswith("/"):
-            folders.append(name)
-    return paths
+def listed_files() -> list[Path]:
+    """Every file that holds code, settings or text of the project, in reading order."""
+    globs = ("launch/**/*.*", "conf/**/*.yaml", "torchrl_vla/**/*.py", "benchmarks/*.py")
+    files = [path for glob in globs for path in sorted(ROOT.glob(glob)) if path.stat().st_size]
+    files = [path for path in files if path.suffix != ".pyc"]
+    return [path.relative_to(ROOT) for path in [*files, *sorted(ROOT.glob("docs/**/*.md"))]]
+
+
+def says(path: Path) -> str:
+    """The first sentence that a file says of itself."""
+    text = (ROOT / path).read_text()
+    if path.suffix == ".py":
+        first = re.split(r"\.(?:\s|$)", ast.get_docstring(ast.parse(text)) or "")[0]
+    elif path.suffix == ".md":
+        first = text.splitlines()[0].lstrip("# ")
+    else:
+        lines = (line for line in text.splitlines() if not line.startswith(("#!", "# @package")))
+        first = re.split(r"\.(?:\s|$)", next(lines, "").lstrip("# "))[0]
+    return " ".join(first.split())
+
+
+def file_tree() -> str:
+    """One line per file: name and what it says of itself; two spaces of indent per folder."""
+    lines, before = [], ()
+    for path in listed_files():
+        folders = path.parts[:-1]
+        for depth, folder in enumerate(folders):
+            if before[: depth + 1] != folders[: depth + 1]:
+                lines.append(f"{'  ' * depth}{folder}/")
+        before = folders
+        name = f"{'  ' * len(folders)}{path.name}"
+        lines.append(f"{name:<38} {says(path)}".rstrip())
+    return "\n".join(lines)
 
 
 def test_schema_table_of_the_architecture_page():
@@ -59,15 +84,14 @@ def test_schema_table_of_the_architecture_page():
     )
 
 
-def test_file_tree_of_the_readme():
-    listed = tree_paths()
-    missing = sorted(str(path) for path in listed if not (ROOT / path).exists())
-    assert missing == [], "the README lists files that do not exist"
-    globs = ("torchrl_vla/**/*.py", "launch/**/*.*", "conf/**/*.yaml", "docs/**/*.md")
-    files = [path for glob in globs for path in ROOT.glob(glob) if path.stat().st_size]
-    files = {path.relative_to(ROOT) for path in files if "__pycache__" not in path.parts}
-    unlisted = sorted(str(path) for path in files - listed)
-    assert unlisted == [], "add a line for each to the README's file tree"
+def test_file_tree():
+    page = (ROOT / "docs" / "files.md").read_text()
+    (tree,) = re.findall(r"^```text\n(.*?)\n^```$", page, re.DOTALL | re.MULTILINE)
+    assert tree == file_tree(), "write what `python tests/test_docs.py files` prints to the page"
+
+
+def test_every_file_says_what_it_is():
+    assert [str(path) for path in listed_files() if not says(path)] == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -99,4 +123,4 @@ def test_example_runs():
 
 
 if __name__ == "__main__":
-    print(schema_table())
+    print(file_tree() if sys.argv[1:] == ["files"] else schema_table())
