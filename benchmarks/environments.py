@@ -14,6 +14,7 @@ GPU is not in it).
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable
 from functools import partial
@@ -88,7 +89,6 @@ def libero_picture(sims: Simulators) -> Callable[[], object]:
     # Our import of robosuite leaves its backend out; two EGL displays in a process do not get on.
     binding_utils.GLContext = lambda max_width, max_height, device_id: GLContext(SIZE, SIZE)
     sim = sims._scene(0).env.sim
-    sim.model._model.vis.quality.offsamples, sim.model._model.vis.quality.shadowsize = 4, 4096
     context = binding_utils.MjRenderContextOffscreen(sim, device_id=0)
     context.vopt.geomgroup[0] = 0
 
@@ -167,10 +167,13 @@ def main() -> None:
         variants[name] = partial(decisions, sims, args.decisions, clock)
         if name in THEIRS:
             sims.reset(0, 0)
-            sims.render(0)  # ours first: its context takes the model's quality as it finds it
-            draw = THEIRS[name](sims)
+            draw = THEIRS[name](sims)  # before ours lowers the quality that the scene asks for
+            draw()
             variants[f"{name}, its own"] = partial(their_pictures, sims, draw, args.theirs, clock)
     samples = take_turns(variants, args.turns)
+    variants.clear()
+    draw = None
+    gc.collect()  # their contexts go while there is a display
     settings = {"decisions": args.decisions, "clock": args.clock, "chunk": CHUNK, "pixels": SIZE}
     report("environments", samples, RATIOS, settings=settings, conditions=conditions, out=args.out)
 

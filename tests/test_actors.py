@@ -350,6 +350,17 @@ def test_workers_die_with_their_driver(tmp_path: Path):
     assert not survivors
 
 
+def test_actors_leave_this_process_its_threads(tmp_path: Path):
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        with start(tmp_path, CounterSuite(), workers=1) as actors:
+            actors.collect()
+            assert torch.get_num_threads() == 2  # TorchRL's collectors set it to 1
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_streams_of_seeds_ranks_and_workers_never_meet():
     found = [
         stream

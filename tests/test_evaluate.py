@@ -85,6 +85,27 @@ def test_sampled_decisions_depend_on_state_and_decision_only():
     assert len({r.env_steps for r in whole if r.task_id == whole[0].task_id}) > 1
 
 
+def test_decisions_are_computed_on_one_thread_and_the_rest_is_left_alone():
+    threads = []
+
+    class Counting(Obey):
+        def forward(self, td):
+            threads.append(torch.get_num_threads())
+            if len(threads) == 3:
+                raise ArithmeticError("a policy that fails")
+            return super().forward(td)
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        with pytest.raises(ArithmeticError):
+            run_episodes(Counting(), CounterSuite(goal=3.0).simulators(2), IDS[:4], chunk_size=4)
+        assert threads == [1, 1, 1]
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_the_global_generator_is_left_alone():
     torch.manual_seed(5)
     before = torch.get_rng_state()

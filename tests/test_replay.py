@@ -422,3 +422,22 @@ def test_the_demonstration_share_is_annealed(tmp_path):
     for update, shown in ((0, 4), (50, 2), (75, 1), (100, 0), (1000, 0)):
         versions = feed.sample(update)[schema.POLICY_VERSION]
         assert int((versions == -1).sum()) == shown
+
+
+def test_the_rule_says_whether_there_is_anything_to_draw(tmp_path):
+    plain, ended = {}, {"positive_share": 0.5}
+    for number, (settings, rows, version, expected) in enumerate(
+        [
+            (plain, 0, 0, False),
+            (plain, 1, 0, True),
+            (ended, 1, 0, False),  # lengths 7 and 3 in chunks of 2: the first episode ends in row 3
+            (ended, 4, 0, True),
+            ({"max_policy_lag": 2}, 2, 3, True),  # row 1 is of version 1, as old as is allowed
+            ({"max_policy_lag": 2}, 2, 4, False),
+        ]
+    ):
+        replay, feed = make(tmp_path / str(number), encode=read_state, **settings)
+        if rows:
+            replay.extend(collect(rows))
+        feed.absorb()
+        assert feed.can_draw(version) is expected, number

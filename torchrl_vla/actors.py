@@ -311,7 +311,7 @@ class Actors:
             replay_buffer=replay,
             postproc=to_transitions if self.asynchronous else None,
             weight_sync_schemes={"policy": scheme},
-            num_threads=1,
+            num_threads=torch.get_num_threads(),  # of this process, which TorchRL would change
             num_sub_threads=1,
             **extra,
         )

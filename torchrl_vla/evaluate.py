@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -80,6 +81,20 @@ def decide(
         return policy(perturb(row, meta, kind, generator))[schema.CHUNK]
 
 
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Compute on one thread: sums split over threads round differently, and one row gains nothing.
+
+    The number of threads of before is put back at the end.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
 def run_episodes(
     policy: nn.Module,
     simulators: Simulators,
@@ -112,7 +127,7 @@ def run_episodes(
     )
     steps: dict[int, int] = {}
     results: dict[int, EpisodeResult] = {}
-    with set_exploration_type(ExplorationType.DETERMINISTIC):
+    with set_exploration_type(ExplorationType.DETERMINISTIC), one_thread():
         td = env.reset()
         while len(results) < len(init_state_ids):
             chunks = [decide(policy, row, env.meta, perturbation) for row in td.split(1)]

@@ -56,9 +56,9 @@ def test_the_experts_successes_are_written_and_read_back(tmp_path: Path, capsys)
     assert [e.init_state_id - suite.splits["demo"].start for e in episodes] == [0, 1, 2]
 
 
-def make_run(folder: Path) -> Path:
-    """Leave a run's folder with an untrained policy in it."""
-    cfg = composed("algo=bc", "policy.weights=null", name="train")
+def make_run(folder: Path, weights: str) -> Path:
+    """Leave a run's folder with a policy of the given weights in it."""
+    cfg = composed("algo=bc", f"policy.weights={weights}", name="train")
     folder.mkdir()
     OmegaConf.save(cfg, folder / "config.yaml", resolve=True)
     suite = instantiate(cfg.env)
@@ -70,8 +70,21 @@ def make_run(folder: Path) -> Path:
     return folder
 
 
+def test_a_policys_successes_are_written(tmp_path: Path, capsys):
+    folder = make_run(tmp_path / "run", "shipped")  # solves about half of the states
+    run(f"out={tmp_path / 'set'}", f"checkpoint={folder}", "episodes=2", "max_attempts=20")
+    assert "2 successes of" in capsys.readouterr().out
+    dataset = LeRobotDataset(tmp_path / "set")
+    assert len(dataset) == 2
+    actions = dataset.read(0, ["action"]).columns["action"]
+    suite = instantiate(composed("out=x").env)
+    expert = suite.simulators(1)
+    expert.reset(0, int(dataset.read(0, ["init_state_id"]).columns["init_state_id"][0]))
+    assert not (actions[0] == expert.expert_action(0)).all()  # it was the policy that acted
+
+
 def test_a_policy_without_success_leaves_nothing(tmp_path: Path):
-    folder = make_run(tmp_path / "run")
+    folder = make_run(tmp_path / "run", "null")
     out = tmp_path / "set"
     with pytest.raises(RuntimeError, match="0 of 2 attempts succeeded, episodes is 1"):
         run(f"out={out}", f"checkpoint={folder}", "episodes=1", "max_attempts=2", "max_steps=3")

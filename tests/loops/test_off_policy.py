@@ -19,9 +19,10 @@ from torchrl_vla.loops.off_policy import (
     Recent,
     ReplaySettings,
     UpdateSettings,
+    drain,
     train,
 )
-from torchrl_vla.metrics import read_metrics
+from torchrl_vla.metrics import Stopwatch, read_metrics
 from torchrl_vla.objectives.soft_actor_critic import SoftActorCritic
 from torchrl_vla.objectives.td3_bc import TD3BC
 from torchrl_vla.policies.shard import full_weights
@@ -66,6 +67,36 @@ def test_actors_run_ahead_by_the_slack_and_no_more():
     pace.updates, pace.decisions = 4, 40  # used: 32 + 4 / 0.5 = 40
     # one more batch of 8 while fewer than 40 + 16 decisions are there or pending
     assert [pace.may_request(pending) for pending in (0, 1, 2, 3)] == [True, True, False, False]
+
+
+class Draws:
+    """Rows arrive when they are asked for; the rule allows none before the third batch."""
+
+    pending, batches = 0, 0
+
+    def request(self):
+        self.pending += 1
+
+    def receive(self, wait=True):
+        if not wait:
+            return None
+        self.pending -= 1
+        self.batches += 1
+        return True
+
+    def absorb(self):
+        return None
+
+    def can_draw(self, version):
+        return self.batches >= 3
+
+
+def test_the_learner_waits_while_the_sampling_rule_allows_nothing():
+    # Enough decisions for an update, none requested by the pace: it must ask for more by itself.
+    both, ready = Draws(), pacer()
+    ready.decisions, ready.min_decisions = 10_000, 1
+    drain(both, both, Recent(deque()), ready, Stopwatch(), version=0)
+    assert (both.batches, both.pending) == (3, 0)
 
 
 def test_recent_counts():
@@ -130,6 +161,13 @@ def test_a_run_goes_on_where_it_stopped(one: topo.Topology, tmp_path: Path, obje
     ("make", "message"),
     [
         (lambda: pacer(slack_decisions=0), "slack_decisions is 0"),
+        (lambda: pacer(average_share=0.0), r"average_share is 0\.0; it must be in \(0, 1\]"),
+        (lambda: pacer(average_share=1.1), "average_share is 1.1"),
+        (lambda: pacer(warm_up_updates=-5), "warm_up_updates is -5"),
+        (
+            lambda: ReplaySettings(batch_size=8, capacity=9, min_decisions=0),
+            "min_decisions is 0; it must be at least 1",
+        ),
         (
             lambda: ReplaySettings(
                 batch_size=8, capacity=9, min_decisions=1, demonstration_share=0.5

@@ -187,3 +187,16 @@ def test_sac_loss_on_an_action_chunk(cls, batch):
     grads = [p.grad for p in loss.parameters() if p.grad is not None]
     assert grads
     assert all(bool(g.isfinite().all()) for g in grads)
+
+
+@pytest.mark.parametrize(("loc", "scale"), [(0.0, 0.02), (0.3, 0.2), (-1.0, 0.1), (2.0, 0.2)])
+def test_the_entropy_is_the_mean_surprise_of_its_own_samples(loc: float, scale: float):
+    dist = ChunkTanhNormal(chunk(loc), chunk(scale), event_dims=0)
+    torch.manual_seed(0)
+    surprise = -dist.log_prob(dist.sample((100_000,)))
+    # standard error 0.72 / sqrt(100,000) = 0.002
+    assert dist.entropy().item() == pytest.approx(surprise.mean().item(), abs=0.01)
+    wide = ChunkTanhNormal(chunk(loc), chunk(scale), low=-2.0, high=2.0, event_dims=0)
+    assert (wide.entropy() - dist.entropy()).item() == pytest.approx(0.693147, abs=1e-5)
+    whole = ChunkTanhNormal(chunk(loc, (1, 2, 3)), chunk(scale, (1, 2, 3)))
+    assert whole.entropy().item() == pytest.approx(6 * dist.entropy().item(), rel=1e-5)

@@ -26,10 +26,11 @@ from torchrl_vla.loops.run import Run
 from torchrl_vla.loops.updates import UpdateSettings, minibatches
 from torchrl_vla.policies.shard import full_weights
 
-BOUNDS = {"float32": 1e-5, "bfloat16": 0.15}
-"""Largest |log ratio| of one number that passes, by the policy's precision. In bfloat16 the trunk
-rounds differently for the actors' and the learner's batch sizes; measured gaps are in
-docs/decisions/009-one-policy-gradient.md."""
+BOUNDS = {"float32": 1e-5, "bfloat16": 0.05}
+"""Largest |log ratio| of one number that passes, by the policy's precision. Measured on a CPU: 1e-6
+in both (its bfloat16 kernels round a row alike in a batch of 32 and of 128). Kernels that choose
+their order of summation by batch size may differ by units of bfloat16's last place, 0.4 % of a
+logit; the bound is a quarter of the usual clip range, so that rounding alone never clips."""
 ROUNDS = 3
 """Rounds that are trained on."""
 MOST_ROUNDS = 50

@@ -69,7 +69,7 @@ def train_grounding(
     model = policy.model.model
     model.state_mean.copy_(train[schema.STATE].mean(0))
     model.state_std.copy_(train[schema.STATE].std(0).clamp_min(1e-3))
-    shard(model, run.topology.mesh, blocks=[type(model.blocks[0])])
+    shard(model, run.topology.mesh, blocks=model.shard_plan())
     objective = GroundingObjective(
         lambda batch: policy.model(batch, ("position",))["position"],
         grounding.POSITION,
@@ -147,7 +147,7 @@ def train_cloning(
             samples["features"] = policy.features(samples)
         params, sharded = list(policy.actor.parameters()), []
     else:
-        shard(model, run.topology.mesh, blocks=[type(model.blocks[0])])
+        shard(model, run.topology.mesh, blocks=model.shard_plan())
         untouched = ("ground_head", "value_head")
         params = [p for name, p in model.named_parameters() if not name.startswith(untouched)]
         sharded = [model]

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -49,6 +49,8 @@ class ReplaySettings(Sampling):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.min_decisions < 1:
+            raise ValueError(f"min_decisions is {self.min_decisions}; it must be at least 1")
         if self.uses_demonstrations != (self.demonstration_episodes > 0):
             raise ValueError(
                 f"demonstration_episodes is {self.demonstration_episodes} with a share of "
@@ -74,6 +76,13 @@ class PaceSettings:
         for name in ("updates_per_decision", "slack_decisions", "publish_updates"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"pace.{name} is {getattr(self, name)}; it must be above 0")
+        if not 0 < self.average_share <= 1:
+            raise ValueError(
+                f"pace.average_share is {self.average_share}; it must be in (0, 1] (at 0 the "
+                "evaluated policy would never move)"
+            )
+        if self.warm_up_updates < 0:
+            raise ValueError(f"pace.warm_up_updates is {self.warm_up_updates}; it is at least 0")
 
 
 @dataclass(frozen=True)
@@ -152,11 +161,14 @@ def train(
         publish(1.0 if loaded is None else 0.0)
         if not run.history:
             run.record(run.evaluate(evaluated, final=True))
-        pacer = Pacer(pace, actors.envs_per_worker * actors.decisions_per_env, replay.min_decisions)
+        # The burst on the first decisions belongs to the start of a run, not to each resume.
+        steady = pace if loaded is None else replace(pace, warm_up_updates=0)
+        batch_size = actors.envs_per_worker * actors.decisions_per_env
+        pacer = Pacer(steady, batch_size, replay.min_decisions)
         while True:
             metrics: dict[str, float] = {}
             for _ in range(pace.publish_updates):
-                drain(workers, feed, recent, pacer, watch)
+                drain(workers, feed, recent, pacer, watch, run.counters["version"])
                 batch = feed.sample(learner.updates, run.counters["version"])
                 metrics |= learner.update(batch)  # the actor may pause at the last
                 pacer.updates += 1
@@ -230,9 +242,23 @@ class Recent:
 
 
 def drain(
-    workers: Actors, feed: ReplayFeed, recent: Recent, pacer: Pacer, watch: Stopwatch
+    workers: Actors,
+    feed: ReplayFeed,
+    recent: Recent,
+    pacer: Pacer,
+    watch: Stopwatch,
+    version: int = 0,
 ) -> None:
-    """Take in what actors committed; wait for them only if no update is allowed yet."""
+    """Take in what actors committed; wait for them only if no update is allowed yet.
+
+    Args:
+        workers: this rank's actors.
+        feed: what they wrote, and the rule of what may be drawn.
+        recent: counts.
+        pacer: whether an update, or a request, is due.
+        watch: of the waits.
+        version: newest published policy.
+    """
     while True:
         while pacer.may_request(workers.pending):
             workers.request()
@@ -243,7 +269,10 @@ def drain(
             pacer.decisions += len(rows)
             recent.add(rows)
         if pacer.may_update():
-            return
+            if feed.can_draw(version):
+                return
+            if not workers.pending:  # nothing there that the sampling rule allows: collect on
+                workers.request()
         if rows is None:
             with watch.wait(WAIT_ACTORS):
                 workers.receive()
@@ -298,7 +327,7 @@ def make_learner(
             f"{type(policy).__name__} has no actor on features; use policy.head=gaussian"
         )
     model, meta = policy.model.model, run.suite.meta
-    shard(model, run.topology.mesh, blocks=[type(model.blocks[0])])
+    shard(model, run.topology.mesh, blocks=model.shard_plan())
     heads = [
         QHead(model.feature_dim, run.chunk_size, meta.action_dim) for _ in range(settings.q_heads)
     ]

@@ -79,13 +79,17 @@ def make_learner(
     _check_rate("value_lr", settings.value_lr, goal.uses_value, "the objective trains no value")
     idle = (*policy.idle, *settings.frozen, *(() if goal.uses_value else ("value_head",)))
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(not name.startswith(idle))
-    shard(model, topology.mesh, blocks=[type(model.blocks[0])])
+        # What is frozen already (the base under an adapter) stays frozen.
+        parameter.requires_grad_(parameter.requires_grad and not name.startswith(idle))
+    shard(model, topology.mesh, blocks=model.shard_plan())
     named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
     inside = {id(p) for p in model.parameters()}
     groups = {
         "policy": ([p for n, p in named if not n.startswith("value_head")], settings.lr),
-        "head": ([p for p in policy.parameters() if id(p) not in inside], settings.head_lr),
+        "head": (
+            [p for p in policy.parameters() if p.requires_grad and id(p) not in inside],
+            settings.head_lr,
+        ),
         "value": ([p for n, p in named if n.startswith("value_head")], settings.value_lr),
     }
     no_head = f"{type(policy).__name__} has no action head outside its model"
@@ -125,7 +129,7 @@ def frozen_copy(policy: nn.Module, build: Callable[[], nn.Module], topology: Top
     load_full_weights(copy, full_weights(policy))
     copy.requires_grad_(False)
     model = copy.model.model
-    shard(model, topology.mesh, blocks=[type(model.blocks[0])])
+    shard(model, topology.mesh, blocks=model.shard_plan())
     return copy
 
 

@@ -110,7 +110,9 @@ class PolicyGradient(Options):
         if target is not None:
             rows[TARGET] = target
             facts["explained_variance"] = explained_variance(rows[VALUE], target, rows[VALID])
-            facts["value_mean"] = rows[VALUE].mean()
+            size = torch.stack([masked_sum(rows[VALUE], rows[VALID]), rows[VALID].sum()])
+            total, number = global_sum(size)
+            facts["value_mean"] = total / number.clamp_min(1)
         if self.weighting == "trajectory":
             size = rows[schema.NUM_EXECUTED] * rows[schema.CHUNK].shape[-1]
             rows[WEIGHT] = trajectory_weight(
@@ -153,6 +155,8 @@ class PolicyGradient(Options):
     def _keys(self, rollout: TensorDictBase) -> list[str | tuple[str, ...]]:
         """Keys that are worth keeping while a trajectory waits: all but the next observation."""
         own = [field.key for field in schema.SCHEMA if rollout.get(field.key, None) is not None]
+        if self.policy.action_key not in own:  # a flow policy is scored by its denoising path
+            own.append(self.policy.action_key)
         return own if rollout.get(VALUE, None) is None else [*own, VALUE]
 
     def _score_round(self, rows: TensorDictBase) -> None:

@@ -22,6 +22,7 @@ from torchrl_vla.objectives.reduction import (
     check_mask,
     check_same_shape,
     count,
+    global_sum,
     masked_mean,
     masked_sum,
     per_number,
@@ -253,7 +254,7 @@ def vtrace(
 
 
 def explained_variance(value: Tensor, target: Tensor, valid: Tensor) -> Tensor:
-    """``1 - Var(target - value) / Var(target)`` over the valid entries of this rank.
+    """``1 - Var(target - value) / Var(target)`` over the valid entries of all ranks; collective.
 
     Args:
         value: ``[*, 1]``.
@@ -333,5 +334,6 @@ def effective_sample_size(log_ratio: Tensor, mask: Tensor) -> Tensor:
 
 
 def _variance(x: Tensor, mask: Tensor) -> Tensor:
-    mean = masked_mean(x, mask)
-    return masked_sum((x - mean).square(), mask) / count(mask)
+    total, number = global_sum(torch.stack([masked_sum(x, mask), mask.sum().double()]))
+    number = number.clamp_min(1)
+    return global_sum(masked_sum((x - total / number).square(), mask)) / number

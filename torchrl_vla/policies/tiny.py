@@ -178,6 +178,11 @@ class TinyModel(nn.Module):
         nn.init.zeros_(self.value_head.weight)
         nn.init.zeros_(self.value_head.bias)
 
+    @staticmethod
+    def shard_plan() -> list[type[nn.Module]]:
+        """Return the layer types that FSDP2 gathers one at a time."""
+        return [Block]
+
     def forward(
         self,
         image: torch.Tensor,

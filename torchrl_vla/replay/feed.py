@@ -189,6 +189,24 @@ class ReplayFeed:
             self._look()
             return self._draw_and_take(update, version)
 
+    def can_draw(self, version: int = 0) -> bool:
+        """Whether the rule allows any online row now (always, if it asks for none).
+
+        Args:
+            version: newest published policy, for ``max_policy_lag``.
+        """
+        rule = self.rule
+        if not len(self):
+            return False
+        if not rule.by_class:
+            return True
+        if rule.max_policy_lag is not None:
+            self.ledger.forget_older(version - rule.max_policy_lag)
+        shares = (rule.positive_share, rule.actor_positive_share)
+        ended = any(share is not None for share in shares)
+        kinds = (SUCCESS, FAILURE) if ended else (SUCCESS, FAILURE, UNKNOWN)
+        return any(self.ledger.known(kind) for kind in kinds)
+
     def _draw_and_take(self, update: int, version: int) -> TensorDict:
         rule = self.rule
         if rule.max_policy_lag is not None:
