@@ -13,6 +13,8 @@ from omegaconf import OmegaConf
 from torchrl_vla import topology
 from torchrl_vla.checkpoint import Checkpointer
 from torchrl_vla.data.lerobot import LeRobotDataset
+from torchrl_vla.loops.run import Budget, EvaluationPlan, Run
+from torchrl_vla.metrics import read_metrics
 
 ROOT = Path(__file__).parents[2]
 
@@ -54,6 +56,39 @@ def test_the_experts_successes_are_written_and_read_back(tmp_path: Path, capsys)
     suite = instantiate(composed(f"out={out}").env)
     episodes = instantiate(cfg)(suite.meta)
     assert [e.init_state_id - suite.splits["demo"].start for e in episodes] == [0, 1, 2]
+
+
+def cloning(folder: Path, out: Path, **changes: object):
+    """The program's cloning loop on a data set, two epochs of small minibatches."""
+    small = {"demonstrations_per_task": "null", "noise": "null", "epochs": 2, "batch_size": 8}
+    cfg = composed(
+        "algo=bc",
+        "+dataset@algo.dataset=own",
+        f"algo.dataset.folder={out}",
+        *(f"algo.{key}={value}" for key, value in {**small, **changes}.items()),
+        name="train",
+    )
+    ranks = topology.start("cpu")
+    suite = instantiate(cfg.env)
+    plan = EvaluationPlan(episodes=1, final_episodes=1, videos=0)
+    loop_run = Run(folder, ranks, suite, 4, Budget(updates=10**6), plan, "bc", display=False)
+    loop = OmegaConf.masked_copy(cfg.algo, [key for key in cfg.algo if key != "name"])
+    try:
+        instantiate(loop)(loop_run, seed=0, make_policy=instantiate(cfg.policy))
+    finally:
+        ranks.stop()
+
+
+def test_cloning_reads_a_data_set_instead_of_the_expert(tmp_path: Path):
+    out = tmp_path / "set"
+    run(f"out={out}", "episodes=3")
+    rows = sum(len(LeRobotDataset(out).read(n, ["action"]).columns["action"]) for n in range(3))
+    cloning(tmp_path / "run", out)
+    metrics = read_metrics(tmp_path / "run")
+    # One sample per control step; an update takes 8 of them.
+    assert metrics[0]["update"] == 2 * (rows // 8)
+    with pytest.raises(ValueError, match=r"noise=0\.3 with a data set: .* settings of the scripted"):
+        cloning(tmp_path / "other", out, noise=0.3)
 
 
 def make_run(folder: Path, weights: str) -> Path:

@@ -46,7 +46,7 @@ def test_resize_keeps_channels_and_rows():
     out = ImagePipeline()(image.expand(2, 2, 3, 20, 32), 8)
     reference = Image.fromarray(image.movedim(0, -1).numpy()).resize((8, 8), Image.BICUBIC)
     assert out.shape == (2, 2, 3, 8, 8)
-    assert torch.equal(out[1, 0].movedim(0, -1), torch.from_numpy(np.asarray(reference)))
+    assert torch.equal(out[1, 0].movedim(0, -1), torch.from_numpy(np.array(reference)))
 
 
 def lanczos3(values: np.ndarray, size: int) -> np.ndarray:

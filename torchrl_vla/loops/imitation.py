@@ -16,11 +16,13 @@ from torch import nn
 from torchrl_vla import schema
 from torchrl_vla.actors import behaviour_copy
 from torchrl_vla.data import demonstrations, grounding
+from torchrl_vla.data.demonstrations import Episode
 from torchrl_vla.learner import Learner, ParameterGroup
 from torchrl_vla.loops.run import Run
 from torchrl_vla.objectives.supervised import GroundingObjective
 from torchrl_vla.policies.shard import full_weights, shard
 from torchrl_vla.policies.weights import load_weights, save_weights
+from torchrl_vla.schema import SuiteMeta
 
 
 def warm_up_and_decay(updates: int, warm_up: int) -> Callable[[int], float]:
@@ -112,15 +114,16 @@ def train_cloning(
     make_policy: Callable[..., nn.Module],
     objective: Callable[[nn.Module], Any],
     seed: int,
-    demonstrations_per_task: int,
-    noise: float,
+    demonstrations_per_task: int | None,
+    noise: float | None,
     epochs: int,
     batch_size: int,
     lr: float,
     warm_up: int,
     trainable: str,
+    dataset: Callable[[SuiteMeta], list[Episode]] | None = None,
 ) -> dict[str, float]:
-    """Clone the scripted expert from the policy's current weights.
+    """Clone the scripted expert, or a data set, from the policy's current weights.
 
     Args:
         run: the run.
@@ -134,11 +137,13 @@ def train_cloning(
         lr: learning rate at its peak.
         warm_up: updates of linear warm-up.
         trainable: ``"all"``, or ``"head"`` for the Gaussian head on a frozen trunk.
+        dataset: reads recorded episodes; the two settings of the expert must then be ``None``.
+
+    Raises:
+        ValueError: both a data set and settings of the expert, or neither.
     """
     torch.manual_seed(seed)
-    simulators = run.suite.simulators(1)
-    ids = balanced_ids(run, demonstrations_per_task)
-    episodes = demonstrations.record(simulators, ids, noise=noise, seed=seed)
+    episodes = _episodes(run, dataset, demonstrations_per_task, noise, seed)
     samples = demonstrations.cloning_samples(episodes, run.chunk_size)
     policy = make_policy(run.suite.meta)
     model = policy.model.model
@@ -177,6 +182,27 @@ def train_cloning(
     run.save({"modules": {"evaluated": whole}})
     run.finish(whole)
     return metrics
+
+
+def _episodes(
+    run: Run,
+    dataset: Callable[[SuiteMeta], list[Episode]] | None,
+    per_task: int | None,
+    noise: float | None,
+    seed: int,
+) -> list[Episode]:
+    expert = {"demonstrations_per_task": per_task, "noise": noise}
+    wrong = [name for name, value in expert.items() if (value is None) == (dataset is None)]
+    if wrong:
+        raise ValueError(
+            f"{', '.join(f'{name}={expert[name]}' for name in wrong)} with "
+            f"{'no' if dataset is None else 'a'} data set: they are settings of the scripted "
+            "expert; give numbers, or null together with algo.dataset"
+        )
+    if dataset is not None:
+        return dataset(run.suite.meta)
+    ids = balanced_ids(run, per_task)
+    return demonstrations.record(run.suite.simulators(1), ids, noise=noise, seed=seed)
 
 
 def balanced_ids(run: Run, per_kind: int) -> list[int]:
