@@ -87,7 +87,9 @@ def test_cloning_reads_a_data_set_instead_of_the_expert(tmp_path: Path):
     metrics = read_metrics(tmp_path / "run")
     # One sample per control step; an update takes 8 of them.
     assert metrics[0]["update"] == 2 * (rows // 8)
-    with pytest.raises(ValueError, match=r"noise=0\.3 with a data set: .* settings of the scripted"):
+    with pytest.raises(
+        ValueError, match=r"noise=0\.3 with a data set: .* settings of the scripted"
+    ):
         cloning(tmp_path / "other", out, noise=0.3)
 
 

@@ -23,6 +23,7 @@ from torchrl.data import TensorDictReplayBuffer
 from torchrl_vla import schema
 from torchrl_vla.actors import Actors, ActorSettings, load_full_weights, start_actors
 from torchrl_vla.data import demonstrations
+from torchrl_vla.data.demonstrations import Episode
 from torchrl_vla.learner import Learner, ParameterGroup
 from torchrl_vla.loops.on_policy import positions_of
 from torchrl_vla.loops.run import Run
@@ -31,6 +32,7 @@ from torchrl_vla.objectives.critics import ActorCritic
 from torchrl_vla.policies.heads import QHead
 from torchrl_vla.policies.shard import full_weights, shard
 from torchrl_vla.replay import ReplayFeed, Sampling, make_replay
+from torchrl_vla.schema import SuiteMeta
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,8 +120,13 @@ def train(
     seed: int,
     gamma: float,
     resume: bool,
+    dataset: Callable[[SuiteMeta], list[Episode]] | None = None,
 ) -> None:
-    """Train until the run's budget is spent; arguments as in ``loops/on_policy.py``."""
+    """Train until the run's budget is spent; arguments as in ``loops/on_policy.py``.
+
+    ``dataset`` reads recorded episodes for the demonstrations' part of the minibatches, instead of
+    the scripted expert's.
+    """
     rank = run.topology.rank
     build = partial(make_policy, run.suite.meta)
     torch.manual_seed(seed)
@@ -135,7 +142,14 @@ def train(
         learner.updates = goal.updates = run.counters["updates"]
     buffer = make_replay(run.folder / "replay" / f"rank-{rank}-{learner.updates}", replay.capacity)
     feed = make_feed(
-        run, policy, buffer, replay, frozen=not updates.trunk_lr, seed=seed, gamma=gamma
+        run,
+        policy,
+        buffer,
+        replay,
+        frozen=not updates.trunk_lr,
+        seed=seed,
+        gamma=gamma,
+        dataset=dataset,
     )
     workers = start_actors(
         run.suite,
@@ -287,10 +301,30 @@ def make_feed(
     frozen: bool,
     seed: int,
     gamma: float,
+    dataset: Callable[[SuiteMeta], list[Episode]] | None = None,
 ) -> ReplayFeed:
-    """Record the demonstrations and join them with the actors' buffer."""
+    """Record or read the demonstrations and join them with the actors' buffer.
+
+    Raises:
+        ValueError: a data set with settings that only the expert has, or too few episodes in it.
+    """
     recorded = None
-    if settings.uses_demonstrations:
+    if dataset is not None:
+        if not settings.uses_demonstrations or settings.demonstration_noise:
+            raise ValueError(
+                f"demonstration_share={settings.demonstration_share} and demonstration_noise="
+                f"{settings.demonstration_noise} with a data set: give a share above 0, and noise 0"
+                " (it is the scripted expert's)"
+            )
+        episodes = dataset(run.suite.meta)
+        if len(episodes) < settings.demonstration_episodes:
+            raise ValueError(
+                f"the data set has {len(episodes)} episodes, demonstration_episodes asks for "
+                f"{settings.demonstration_episodes}; ask for fewer"
+            )
+        episodes = episodes[: settings.demonstration_episodes]
+        recorded = demonstrations.decision_transitions(episodes, run.chunk_size, gamma)
+    elif settings.uses_demonstrations:
         first = run.suite.splits["demo"].start
         ids = range(first, first + settings.demonstration_episodes)
         episodes = demonstrations.record(
