@@ -14,9 +14,9 @@ GPU is not in it).
 
 from __future__ import annotations
 
-import gc
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 
 import numpy as np
@@ -63,7 +63,7 @@ def libero() -> Suite:
 SUITES = {"tabletop": tabletop, "metaworld": metaworld, "libero": libero}
 
 
-def metaworld_picture(sims: Simulators) -> Callable[[], object]:
+def metaworld_picture(sims: Simulators, stack: ExitStack) -> Callable[[], object]:
     """Return what draws Meta-World's scene as the package does."""
     from metaworld.env_dict import ALL_V3_ENVIRONMENTS
 
@@ -73,6 +73,7 @@ def metaworld_picture(sims: Simulators) -> Callable[[], object]:
     env._set_task_called, env._freeze_rand_vec = True, False
     env.reset()
     env.render()
+    stack.callback(env.close)
 
     def draw() -> None:
         env.mujoco_renderer.viewer.make_context_current()  # ours was; the package does not ask
@@ -81,7 +82,7 @@ def metaworld_picture(sims: Simulators) -> Callable[[], object]:
     return draw
 
 
-def libero_picture(sims: Simulators) -> Callable[[], object]:
+def libero_picture(sims: Simulators, stack: ExitStack) -> Callable[[], object]:
     """Return what draws LIBERO's scene as robosuite does: both cameras."""
     from mujoco.egl import GLContext
     from robosuite.utils import binding_utils
@@ -91,6 +92,7 @@ def libero_picture(sims: Simulators) -> Callable[[], object]:
     sim = sims._scene(0).env.sim
     context = binding_utils.MjRenderContextOffscreen(sim, device_id=0)
     context.vopt.geomgroup[0] = 0
+    stack.callback(context.gl_ctx.free)  # while there is a display to free it of
 
     def draw() -> None:
         context.gl_ctx.make_current()  # ours was; robosuite does not ask
@@ -160,20 +162,20 @@ def main() -> None:
     torch.set_num_threads(1)
     conditions = machine()
     clock = CLOCKS[args.clock]
-    variants = {}
+    variants, stack = {}, ExitStack()
     for name in args.only:
         print(f"starting {name}", flush=True)
         sims = SUITES[name]().simulators(1)
         variants[name] = partial(decisions, sims, args.decisions, clock)
         if name in THEIRS:
             sims.reset(0, 0)
-            draw = THEIRS[name](sims)  # before ours lowers the quality that the scene asks for
+            draw = THEIRS[name](
+                sims, stack
+            )  # before ours lowers the quality that the scene asks for
             draw()
             variants[f"{name}, its own"] = partial(their_pictures, sims, draw, args.theirs, clock)
-    samples = take_turns(variants, args.turns)
-    variants.clear()
-    draw = None
-    gc.collect()  # their contexts go while there is a display
+    with stack:
+        samples = take_turns(variants, args.turns)
     settings = {"decisions": args.decisions, "clock": args.clock, "chunk": CHUNK, "pixels": SIZE}
     report("environments", samples, RATIOS, settings=settings, conditions=conditions, out=args.out)
 

@@ -342,6 +342,29 @@ def test_a_round_is_judged_by_gae_through_the_objective():
     assert facts["explained_variance"] == pytest.approx(0.0, abs=1e-6)
 
 
+def test_gae_can_wait_for_whole_trajectories():
+    # Episodes of 3 decisions paying 1 at the end; gamma 1, lambda 1, value 0 where decisions are
+    # made and 0.25 behind a truncation. Rounds of 2: nothing is complete after the first.
+    policy = tiny()
+    with torch.no_grad():
+        policy.model.model.value_head.weight.zero_()
+        policy.model.model.value_head.bias.fill_(0.25)
+    whole = {"advantage": Gae(lmbda=1.0, whole_trajectories=True), "max_hold": 3}
+    goal = PolicyGradient(policy, **PPO | whole, weighting="trajectory")
+    lanes = Lanes(1, lambda e: 3)
+    targets = []
+    for version in range(3):
+        rollout = seen(lanes.round(2, version), policy)
+        rollout[VALUE] = torch.zeros(1, 2, 1)
+        if version == 2:  # the end of the second episode, now by a time limit from outside
+            rollout[schema.TERMINATED] = torch.zeros(1, 2, 1, dtype=torch.bool)
+            rollout[schema.TRUNCATED] = rollout[schema.DONE].clone()
+        rows, _ = goal.credit(rollout, version)
+        targets.append(rows[TARGET].flatten().tolist() if len(rows) else [])
+    # no bootstrap at the end of a round; the truncated episode: 1 + 0.25, carried back by lambda 1
+    assert targets == [[], [1.0] * 3, [1.25] * 3]
+
+
 def test_old_decisions_leave_the_loss_and_are_counted():
     goal = PolicyGradient(POLICY, **PPO, max_lag=2)
     rollout = seen(Lanes(1, lambda e: 1).round(4))

@@ -6,8 +6,9 @@ and :mod:`~torchrl_vla.objectives.groups`. Two kinds exist:
 
 - along time (``Gae``, ``VTrace``): read a round ``[N, T]`` as it was collected, bootstrap with a
   value where an episode goes on;
-- over whole trajectories (``GroupRelative``, ``LeaveOneOut``, ``ReinforcePlusPlus``): need no value
-  and read decisions ``[1, M]`` of finished trajectories, which :mod:`.trajectories` holds together.
+- over whole trajectories (``GroupRelative``, ``LeaveOneOut``, ``ReinforcePlusPlus``, and ``Gae`` if
+  asked): read decisions ``[1, M]`` of finished trajectories, which :mod:`.trajectories` holds
+  together.
 
 Legend: ``N`` envs, ``T`` decisions, ``M`` decisions of whole trajectories, ``H`` steps per chunk,
 ``A`` action dims.
@@ -48,7 +49,7 @@ class Estimator(Protocol):
 
     uses_value: ClassVar[bool]
     """Reads ``state_value`` and ``next_state_value`` and returns a target for the value."""
-    whole_trajectories: ClassVar[bool]
+    whole_trajectories: bool
     """Reads ``[1, M]`` decisions of finished trajectories instead of ``[N, T]``."""
     compares_groups: ClassVar[bool]
     """Compares trajectories of one initial state."""
@@ -65,13 +66,16 @@ class Gae:
 
     Args:
         lmbda: in [0, 1], per decision.
+        whole_trajectories: wait for the ends of episodes, so that no return is cut off by the end
+            of a round and only truncated episodes are bootstrapped. The value of a decision that
+            waited is the one that its behaviour policy gave it.
 
     Source: Schulman et al., arXiv:1506.02438, eq. 16.
     """
 
     lmbda: float = 0.95
+    whole_trajectories: bool = False
     uses_value: ClassVar[bool] = True
-    whole_trajectories: ClassVar[bool] = False
     compares_groups: ClassVar[bool] = False
     corrects_behaviour: ClassVar[bool] = False
 
@@ -81,6 +85,8 @@ class Gae:
 
     def __call__(self, rows: TensorDictBase, gamma: float) -> tuple[Tensor, Tensor]:
         """Estimate along time; collective."""
+        # A decision that waited too long for its trajectory leaves the loss, not the return.
+        valid = rows[COUNTED] if self.whole_trajectories else rows[VALID]
         advantage, target = gae(
             rows[schema.REWARD],
             rows[VALUE],
@@ -89,7 +95,7 @@ class Gae:
             rows[schema.TERMINATED],
             decision_discount(rows[schema.NUM_EXECUTED], gamma),
             self.lmbda,
-            rows[VALID],
+            valid,
         )
         return normalise(advantage, rows[VALID]), target
 

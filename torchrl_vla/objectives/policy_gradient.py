@@ -129,6 +129,9 @@ class PolicyGradient(Options):
             rollout[COUNTED] = ~void
             return rollout, {"dropped_void": float(global_sum(void.sum()))}
         held = self.trajectories
+        if self.uses_value:
+            unseen = rollout[schema.TRUNCATED].squeeze(-1)
+            rollout[NEXT_VALUE] = self._values_after(rollout, unseen)
         kept = rollout.select(*self._keys(rollout)).reshape(-1)
         held.add(kept, version)
         number, world = global_sum(torch.tensor([held.num_ready, 1])).tolist()
@@ -157,7 +160,7 @@ class PolicyGradient(Options):
         own = [field.key for field in schema.SCHEMA if rollout.get(field.key, None) is not None]
         if self.policy.action_key not in own:  # a flow policy is scored by its denoising path
             own.append(self.policy.action_key)
-        return own if rollout.get(VALUE, None) is None else [*own, VALUE]
+        return [*own, *(key for key in (VALUE, NEXT_VALUE) if rollout.get(key, None) is not None)]
 
     def _score_round(self, rows: TensorDictBase) -> None:
         """Score a round under the start policy and under the version it starts from, if needed."""
@@ -183,17 +186,26 @@ class PolicyGradient(Options):
     def _value_next_states(self, rollout: TensorDictBase, rows: TensorDictBase) -> None:
         """Write the value of every next state ``[N, T, 1]``.
 
-        A decision's own value is known; only states that no later decision of the round shows
-        (cut off, or last in the row) are evaluated here.
+        A decision's own value is known; only states that no later decision shows (cut off, or last
+        in the row of a round) are evaluated, those of whole trajectories when they came.
         """
-        next_value = torch.zeros_like(rows[VALUE])
-        next_value[:, :-1] = rows[VALUE][:, 1:]
+        following = torch.zeros_like(rows[VALUE])
+        following[:, :-1] = rows[VALUE][:, 1:]
+        if self.trajectories is not None:
+            rows[NEXT_VALUE] = torch.where(rows[schema.DONE], rows[NEXT_VALUE], following)
+            return
         unseen = rollout[schema.TRUNCATED].squeeze(-1).clone()
         unseen[:, -1] = True
+        after = self._values_after(rollout, unseen)
+        rows[NEXT_VALUE] = torch.where(unseen.unsqueeze(-1), after, following)
+
+    def _values_after(self, rollout: TensorDictBase, where: Tensor) -> Tensor:
+        """Return the value of the next state where ``[N, T]`` is set, else 0; ``[N, T, 1]``."""
+        value = torch.zeros_like(rollout[VALUE])
         with torch.no_grad():
-            states = rollout["next"][unseen]
-            next_value[unseen] = self.policy.value(states.select(*self.policy.in_keys))
-        rows[NEXT_VALUE] = next_value
+            states = rollout["next"][where]
+            value[where] = self.policy.value(states.select(*self.policy.in_keys))
+        return value
 
     def _ages(self, rows: TensorDictBase) -> dict[str, float]:
         """Return the lag of the decisions trained on, and the share that is trained on."""
