@@ -101,7 +101,7 @@ def plain(
 def sampling(
     replay: TensorDictReplayBuffer, draws: int, priorities: bool = False
 ) -> Callable[[], Sample]:
-    """Return a turn: speed by the clock and by processor time, page faults, pages read from disk."""
+    """Return a turn: speed by the clock and by processor time, page faults, reads from disk."""
 
     def measure() -> Sample:
         for _ in range(3):
