@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from counter import CounterSuite
 
 gymnasium = pytest.importorskip("gymnasium", reason="the extra [gymnasium] is not installed")
 
@@ -70,6 +71,16 @@ def test_an_expert_episode_ends_with_success(env):
         if terminated or truncated:
             break
     assert (reward, terminated, truncated, info["success"]) == (1.0, True, False, True)
+
+
+def test_the_step_limit_truncates_and_counts_from_the_reset():
+    env = registration.SimulatorEnv(CounterSuite())  # never ends by itself; 12 steps
+    env.reset(seed=0)
+    for _ in range(5):
+        env.step(np.zeros(2, np.float32))
+    env.reset()
+    ends = [env.step(np.zeros(2, np.float32))[2:4] for _ in range(12)]
+    assert ends == [(False, False)] * 11 + [(False, True)]
 
 
 def test_a_diverged_simulation_is_cut_off(env, tmp_path, monkeypatch):
