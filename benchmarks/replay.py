@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 from side_by_side import Ratio, Sample, command_line, machine, report, take_turns
@@ -99,7 +100,7 @@ def plain(
 
 
 def sampling(
-    replay: TensorDictReplayBuffer, draws: int, priorities: bool = False
+    replay: TensorDictReplayBuffer | SimpleNamespace, draws: int, priorities: bool = False
 ) -> Callable[[], Sample]:
     """Return a turn: speed by the clock and by processor time, page faults, reads from disk."""
 
@@ -200,6 +201,22 @@ def side_by_side(args: argparse.Namespace, title: str, size: int, cameras: int, 
         print(f"  journal / 0.46 MB: {share:.3f}  bar <= 1.00: {'met' if share <= 1 else 'MISSED'}")
 
 
+def bare(storage: JournalStorage) -> SimpleNamespace:
+    """Return what only copies as many pictures from the same file, and does nothing else.
+
+    Its cost grows with the file where caches and address translation end; the journal's share of it
+    is what the journal itself adds.
+    """
+    pictures = storage.rings.files["observation.image"].flatten(1)
+    both = [torch.empty(BATCH, pictures.shape[1], dtype=torch.uint8) for _ in range(2)]
+
+    def sample() -> None:
+        for out in both:
+            torch.index_select(pictures, 0, torch.randint(len(pictures), (BATCH,)), out=out)
+
+    return SimpleNamespace(sample=sample)
+
+
 def flat(args: argparse.Namespace) -> None:
     """Cost of a draw by the number of rows; everything in the page cache."""
     rows, conditions = Rows.of(2, args.flat_size, args.decisions), machine()
@@ -210,15 +227,17 @@ def flat(args: argparse.Namespace) -> None:
             written = fill(replay, rows, count)
             print(f"  {count:,} rows written at {written:,.0f} rows/s", flush=True)
             variants[f"{count:,} rows"] = sampling(replay, args.draws)
+            variants[f"{count:,} rows, bare copy"] = sampling(bare(replay.storage), args.draws)
         samples = take_turns(variants, args.turns)
     first, *others = variants
     report(
         f"Draws by number of rows, two cameras of {args.flat_size} px, page cache warm",
         samples,
-        [
-            Ratio(f"{name}, {unit}", name, [first], unit, 0.8, True)
-            for name in others
-            for unit in ("rows/s", "rows/cpu-s")
+        [Ratio(name, name, [first], "rows/cpu-s", None, True) for name in others]
+        + [
+            Ratio(f"{name} / bare", name, [f"{name}, bare copy"], "rows/cpu-s", None, True)
+            for name in variants
+            if not name.endswith("copy")
         ],
         settings=settings(args),
         conditions=conditions,
