@@ -35,9 +35,6 @@ CONTROL_HZ = 80.0
 FINGER_SPAN = 0.1
 """Distance between the fingers that the package's observation calls 1 [m]."""
 
-_MOVED_BY_RESET = ("body_pos", "site_pos")
-"""Fields of the model that the package's resets write to."""
-
 
 def suite_meta(
     tasks: tuple[str, ...],
@@ -85,8 +82,6 @@ class _Arena:
     task_id: int
     env: Any
     expert: Any
-    pristine: dict[str, np.ndarray]
-    """Model fields as built, by name."""
     observation: np.ndarray
     """The package's observation, float64 ``[39]``; privileged, for the expert only."""
 
@@ -100,8 +95,7 @@ def _build_arena(task_id: int, task: str) -> _Arena:
     env._set_task_called, env._partially_observable = True, False
     env.__dict__.pop("sawyer_observation_space", None)
     env.seeded_rand_vec = True
-    pristine = {name: getattr(env.model, name).copy() for name in _MOVED_BY_RESET}
-    return _Arena(task_id, env, ENV_POLICY_MAP[task](), pristine, np.zeros(39))
+    return _Arena(task_id, env, ENV_POLICY_MAP[task](), np.zeros(39))
 
 
 class MetaWorld:
@@ -166,12 +160,10 @@ class MetaWorld:
         task_id = position_in_split(init_state_id) % len(self._tasks)
         arena = self._lend(index, task_id)
         env = arena.env
-        for name, values in arena.pristine.items():
-            getattr(env.model, name)[:] = values
-        mujoco.mj_resetData(env.model, env.data)
         env.np_random = np.random.default_rng(init_state_id)
-        # The package's reset runs its layout twice and needs the same draw in both, but some tasks
-        # draw again until objects are apart and never end with a frozen draw that is too close.
+        # The package's reset runs its layout twice, so that nothing of the last episode is left in
+        # the second. It needs the same draw in both, but some tasks draw again until objects are
+        # apart and would never end with a frozen draw that is too close.
         env._freeze_rand_vec = False
         env.reset_model()
         env._freeze_rand_vec = True
