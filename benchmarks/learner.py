@@ -33,7 +33,7 @@ from torchrl_vla import schema, topology
 from torchrl_vla.actors import to_transitions
 from torchrl_vla.envs.chunked import ChunkedEnv, InitStateStream
 from torchrl_vla.envs.tabletop import TabletopSuite
-from torchrl_vla.loops import off_policy, on_policy
+from torchrl_vla.loops import actor_critic, off_policy, on_policy
 from torchrl_vla.objectives.critics import DEMONSTRATION, STEPS
 from torchrl_vla.objectives.policy_gradient import ADVANTAGE, TARGET
 from torchrl_vla.objectives.soft_actor_critic import SoftActorCritic
@@ -208,7 +208,7 @@ def sac_batch(policy: torch.nn.Module, conf: Mapping[str, Any], folder: Path) ->
 def sac_by_hand(
     actor: torch.nn.Module,
     critics: list[torch.nn.Module],
-    updates: off_policy.UpdateSettings,
+    updates: actor_critic.UpdateSettings,
     terms: Mapping[str, Any],
     gamma: float,
 ) -> BareSAC:
@@ -232,12 +232,12 @@ def sac_variants(ranks: topology.Topology, folder: Path) -> dict[str, Update]:
     torch.manual_seed(0)
     policy = make_policy(TabletopSuite().meta, head="gaussian")
     batch = sac_batch(policy, conf, folder)
-    updates = off_policy.UpdateSettings(**arguments(algo["updates"]) | NO_WARM_UP["sac"])
+    updates = actor_critic.UpdateSettings(**arguments(algo["updates"]) | NO_WARM_UP["sac"])
     objective = partial(SoftActorCritic, **arguments(algo["objective"]))
     run = SimpleNamespace(topology=ranks, suite=TabletopSuite(), chunk_size=CHUNK)
     actor = copy.deepcopy(policy.actor[0].module)
     torch.manual_seed(1)
-    learner, goal = off_policy.make_learner(run, policy, objective, updates, gamma)
+    learner, goal = actor_critic.make_learner(run, policy, objective, updates, gamma)
     goal.updates = goal.critic_only_updates  # measure the update that has every term
     torch.manual_seed(1)
     sizes = policy.model.model.feature_dim, CHUNK, run.suite.meta.action_dim

@@ -43,7 +43,7 @@ from torchrl_vla.actors import (
 from torchrl_vla.envs.chunked import ChunkedEnv, InitStateStream
 from torchrl_vla.envs.tabletop import TabletopSuite
 from torchrl_vla.learner import Learner
-from torchrl_vla.loops import off_policy
+from torchrl_vla.loops import actor_critic, off_policy, pacing
 from torchrl_vla.metrics import WAIT_ACTORS, Stopwatch
 from torchrl_vla.objectives.soft_actor_critic import SoftActorCritic
 from torchrl_vla.policies.shard import full_weights
@@ -59,7 +59,7 @@ RATIOS = (
 
 
 @dataclass
-class FixedWork(off_policy.Pacer):
+class FixedWork(pacing.Pacer):
     """The training pace, up to a fixed number of decisions."""
 
     limit: int = 0
@@ -82,7 +82,7 @@ class Side:
     learner: Learner
     feed: ReplayFeed
     buffer: Any
-    pace: off_policy.PaceSettings
+    pace: pacing.PaceSettings
     gamma: float
     actors: ActorSettings
     version: int = 0
@@ -106,15 +106,15 @@ def make_side(
     torch.manual_seed(0)
     policy = make_policy(run.suite.meta, head="gaussian")
     objective = partial(SoftActorCritic, **arguments(algo["objective"]))
-    updates = off_policy.UpdateSettings(**arguments(algo["updates"]))
-    learner, goal = off_policy.make_learner(run, policy, objective, updates, gamma)
+    updates = actor_critic.UpdateSettings(**arguments(algo["updates"]))
+    learner, goal = actor_critic.make_learner(run, policy, objective, updates, gamma)
     goal.updates = goal.critic_only_updates  # updates that have every term
     replay = off_policy.ReplaySettings(**arguments(algo["replay"]))
     buffer = make_replay(folder / "replay", replay.capacity)
     feed = off_policy.make_feed(
         run, policy, buffer, replay, frozen=not updates.trunk_lr, seed=0, gamma=gamma
     )
-    pace = off_policy.PaceSettings(**arguments(algo["pace"]))
+    pace = pacing.PaceSettings(**arguments(algo["pace"]))
     pace = replace(pace, warm_up_updates=0)  # the steady state is measured
     if updates_per_decision is not None:
         pace = replace(pace, updates_per_decision=updates_per_decision)

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from torchrl_vla import schema
 from torchrl_vla import topology as topo
 from torchrl_vla.learner import Learner, ParameterGroup
-from torchrl_vla.loops import off_policy, on_policy
+from torchrl_vla.loops import actor_critic, on_policy
 from torchrl_vla.objectives.credit import VALID, Gae, GroupRelative
 from torchrl_vla.objectives.critics import DEMONSTRATION
 from torchrl_vla.objectives.policy_gradient import ADVANTAGE, TARGET, WEIGHT, PolicyGradient
@@ -140,11 +140,11 @@ def build(case: str, ranks: topo.Topology, micro_batch_size: int | None):
             with torch.no_grad():
                 batch["features"] = policy.features(batch)
                 batch["next", "features"] = policy.features(following)
-        settings = off_policy.UpdateSettings(
+        settings = actor_critic.UpdateSettings(
             1e-3, 1e-3, 1e-3, 1e9, trunk_lr=trunk_lr, micro_batch_size=micro_batch_size
         )
         objective = partial(SoftActorCritic, alpha=0.1, critic_only_updates=0)
-        learner, goal = off_policy.make_learner(run, policy, objective, settings, 0.9)
+        learner, goal = actor_critic.make_learner(run, policy, objective, settings, 0.9)
     learner.objective = Seeded(goal)
     return learner, batch.chunk(ranks.world_size)[ranks.rank]
 

@@ -27,7 +27,7 @@ from test_learner import (
 
 from torchrl_vla import schema
 from torchrl_vla import topology as topo
-from torchrl_vla.loops import off_policy
+from torchrl_vla.loops import actor_critic
 from torchrl_vla.objectives.cql import ConservativeSoftActorCritic
 from torchrl_vla.objectives.critics import ACTOR_ROWS, OUTCOME
 from torchrl_vla.objectives.soft_actor_critic import SoftActorCritic
@@ -71,7 +71,7 @@ def build(case: str, ranks: topo.Topology, micro_batch_size: int | None):
     if case.endswith("actor_rows"):
         keys = ("features", schema.CHUNK, schema.EXECUTED_MASK, schema.POLICY_VERSION)
         batch[ACTOR_ROWS] = batch.select(*keys)[torch.tensor([3, 0, 6, 1, 0, 4, 2, 2])]
-    settings = off_policy.UpdateSettings(
+    settings = actor_critic.UpdateSettings(
         1e-3,
         1e-3,
         None if case.startswith("td3") else 1e-3,
@@ -79,7 +79,7 @@ def build(case: str, ranks: topo.Topology, micro_batch_size: int | None):
         q_heads=3,
         micro_batch_size=micro_batch_size,
     )
-    learner, goal = off_policy.make_learner(run, policy, CASES[case], settings, 0.9)
+    learner, goal = actor_critic.make_learner(run, policy, CASES[case], settings, 0.9)
     learner.objective = Seeded(goal)
     return learner, batch.chunk(ranks.world_size)[ranks.rank]
 
@@ -162,9 +162,9 @@ def test_any_micro_batch_split_gives_the_same_gradient(case: str, size: int, one
 def test_a_learning_rate_that_nothing_uses_is_refused(one: topo.Topology):
     run = SimpleNamespace(topology=one, suite=CounterSuite(), chunk_size=STEPS)
     for case, alpha_lr in (("td3_bc", 1e-3), ("rlpd", None)):
-        settings = off_policy.UpdateSettings(1e-3, 1e-3, alpha_lr, 1e9, q_heads=3)
+        settings = actor_critic.UpdateSettings(1e-3, 1e-3, alpha_lr, 1e9, q_heads=3)
         with pytest.raises(ValueError, match=r"updates\.alpha_lr is"):
-            off_policy.make_learner(run, small_policy("gaussian"), CASES[case], settings, 0.9)
+            actor_critic.make_learner(run, small_policy("gaussian"), CASES[case], settings, 0.9)
 
 
 if __name__ == "__main__":

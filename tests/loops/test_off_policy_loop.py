@@ -13,15 +13,9 @@ from tensordict import TensorDict
 from torchrl_vla import schema
 from torchrl_vla import topology as topo
 from torchrl_vla.actors import ActorSettings, load_full_weights
-from torchrl_vla.loops.off_policy import (
-    Pacer,
-    PaceSettings,
-    Recent,
-    ReplaySettings,
-    UpdateSettings,
-    drain,
-    train,
-)
+from torchrl_vla.loops.actor_critic import UpdateSettings
+from torchrl_vla.loops.off_policy import Recent, ReplaySettings, drain, train
+from torchrl_vla.loops.pacing import Pacer, PaceSettings
 from torchrl_vla.metrics import Stopwatch, read_metrics
 from torchrl_vla.objectives.soft_actor_critic import SoftActorCritic
 from torchrl_vla.objectives.td3_bc import TD3BC

@@ -24,13 +24,13 @@ from torchrl_vla import schema
 from torchrl_vla.actors import Actors, ActorSettings, load_full_weights, start_actors
 from torchrl_vla.data import demonstrations
 from torchrl_vla.data.demonstrations import Episode
-from torchrl_vla.learner import Learner, ParameterGroup
+from torchrl_vla.loops.actor_critic import UpdateSettings, make_learner
 from torchrl_vla.loops.on_policy import positions_of
+from torchrl_vla.loops.pacing import Pacer, PaceSettings
 from torchrl_vla.loops.run import Run
 from torchrl_vla.metrics import TRAIN_SUCCESS, WAIT_ACTORS, WAIT_LEARNER, Stopwatch
 from torchrl_vla.objectives.critics import ActorCritic
-from torchrl_vla.policies.heads import QHead
-from torchrl_vla.policies.shard import full_weights, shard
+from torchrl_vla.policies.shard import full_weights
 from torchrl_vla.replay import ReplayFeed, Sampling, make_replay
 from torchrl_vla.schema import SuiteMeta
 
@@ -58,54 +58,6 @@ class ReplaySettings(Sampling):
                 f"demonstration_episodes is {self.demonstration_episodes} with a share of "
                 f"{self.demonstration_share}; give episodes exactly when minibatches hold some"
             )
-
-
-@dataclass(frozen=True)
-class PaceSettings:
-    """How updates and decisions keep step."""
-
-    updates_per_decision: float
-    slack_decisions: int
-    """Decisions that actors may be ahead of what the learner has used."""
-    publish_updates: int
-    """Updates between publishes."""
-    average_share: float = 1.0
-    """Share of the newest weights in the average that is evaluated, per publish; 1: no average."""
-    warm_up_updates: int = 0
-    """Updates on the first ``min_decisions`` alone, before the ratio counts."""
-
-    def __post_init__(self) -> None:
-        for name in ("updates_per_decision", "slack_decisions", "publish_updates"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"pace.{name} is {getattr(self, name)}; it must be above 0")
-        if not 0 < self.average_share <= 1:
-            raise ValueError(
-                f"pace.average_share is {self.average_share}; it must be in (0, 1] (at 0 the "
-                "evaluated policy would never move)"
-            )
-        if self.warm_up_updates < 0:
-            raise ValueError(f"pace.warm_up_updates is {self.warm_up_updates}; it is at least 0")
-
-
-@dataclass(frozen=True)
-class UpdateSettings:
-    """Optimizers of actor, critic and entropy coefficient."""
-
-    lr: float
-    critic_lr: float
-    alpha_lr: float | None
-    """Of the entropy coefficient; ``None`` for an algorithm that has none."""
-    max_grad_norm: float
-    trunk_lr: float = 0.0
-    """0: the trunk is frozen and its features are cached; above: the critic trains it."""
-    q_heads: int = 2
-    actor_warm_up: int = 0
-    """Updates of linear warm-up of the actor's learning rate, once it begins to move."""
-    micro_batch_size: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.max_grad_norm <= 0:
-            raise ValueError(f"updates.max_grad_norm is {self.max_grad_norm}; it must be above 0")
 
 
 def train(
@@ -200,30 +152,6 @@ def train(
             if over:
                 break
     run.finish(evaluated)
-
-
-@dataclass
-class Pacer:
-    """Keeps ``updates ≈ ratio × decisions``: two predicates, one for each side."""
-
-    settings: PaceSettings
-    batch: int
-    """Decisions that one request brings."""
-    min_decisions: int
-    updates: int = 0
-    decisions: int = 0
-
-    def may_update(self) -> bool:
-        """Whether the data so far allows one more update."""
-        new = self.decisions - self.min_decisions
-        allowed = self.settings.warm_up_updates + self.settings.updates_per_decision * new
-        return new >= 0 and self.updates < max(allowed, 1)
-
-    def may_request(self, pending: int) -> bool:
-        """Whether actors may collect one more batch beyond ``pending`` ones."""
-        paced = max(0, self.updates - self.settings.warm_up_updates)
-        used = self.min_decisions + paced / self.settings.updates_per_decision
-        return self.decisions + pending * self.batch < used + self.settings.slack_decisions
 
 
 @dataclass
@@ -342,60 +270,3 @@ def make_feed(
         gamma=gamma,
         n_steps=settings.n_steps,
     )
-
-
-def make_learner(
-    run: Run,
-    policy: nn.Module,
-    objective: Callable[..., ActorCritic],
-    settings: UpdateSettings,
-    gamma: float,
-) -> tuple[Learner, ActorCritic]:
-    """Shard the trunk, build critics, objective and learner.
-
-    Raises:
-        TypeError: the policy has no continuous actor.
-    """
-    if not hasattr(policy, "actor"):
-        raise TypeError(
-            f"{type(policy).__name__} has no actor on features; use policy.head=gaussian"
-        )
-    model, meta = policy.model.model, run.suite.meta
-    shard(model, run.topology.mesh, blocks=model.shard_plan())
-    heads = [
-        QHead(model.feature_dim, run.chunk_size, meta.action_dim) for _ in range(settings.q_heads)
-    ]
-    goal = objective(policy.actor, heads, policy.features, gamma=gamma)
-    limit = settings.max_grad_norm
-    groups = [
-        ParameterGroup(
-            "actor",
-            goal.actor_parameters,
-            settings.lr,
-            limit,
-            warm_up=settings.actor_warm_up,
-            start=goal.critic_only_updates,
-        ),
-        ParameterGroup("critic", goal.critic_parameters, settings.critic_lr, limit),
-    ]
-    if bool(goal.alpha_parameters) != (settings.alpha_lr is not None):
-        raise ValueError(
-            f"updates.alpha_lr is {settings.alpha_lr}, but {type(goal).__name__} has "
-            f"{len(goal.alpha_parameters)} entropy coefficients; give a learning rate exactly if "
-            "there is one, otherwise null"
-        )
-    if settings.alpha_lr is not None:
-        groups.append(ParameterGroup("alpha", goal.alpha_parameters, settings.alpha_lr))
-    if settings.trunk_lr:
-        idle = ("token_head", "value_head", "ground_head")
-        trunk = [p for name, p in model.named_parameters() if not name.startswith(idle)]
-        groups.append(ParameterGroup("trunk", trunk, settings.trunk_lr, limit))
-    learner = Learner(
-        goal,
-        groups,
-        run.topology,
-        sharded=[model] if settings.trunk_lr else [],
-        micro_batch_size=settings.micro_batch_size,
-        after_step=goal.after_step,
-    )
-    return learner, goal

@@ -1,0 +1,92 @@
+"""The learner of an actor with Q heads: settings, critics, optimizer groups, sharding."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import nn
+
+from torchrl_vla.learner import Learner, ParameterGroup
+from torchrl_vla.loops.run import Run
+from torchrl_vla.objectives.critics import ActorCritic
+from torchrl_vla.policies.heads import QHead
+from torchrl_vla.policies.shard import shard
+
+
+@dataclass(frozen=True)
+class UpdateSettings:
+    """Optimizers of actor, critic and entropy coefficient."""
+
+    lr: float
+    critic_lr: float
+    alpha_lr: float | None
+    """Of the entropy coefficient; ``None`` for an algorithm that has none."""
+    max_grad_norm: float
+    trunk_lr: float = 0.0
+    """0: the trunk is frozen and its features are cached; above: the critic trains it."""
+    q_heads: int = 2
+    actor_warm_up: int = 0
+    """Updates of linear warm-up of the actor's learning rate, once it begins to move."""
+    micro_batch_size: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.max_grad_norm <= 0:
+            raise ValueError(f"updates.max_grad_norm is {self.max_grad_norm}; it must be above 0")
+
+
+def make_learner(
+    run: Run,
+    policy: nn.Module,
+    objective: Callable[..., ActorCritic],
+    settings: UpdateSettings,
+    gamma: float,
+) -> tuple[Learner, ActorCritic]:
+    """Shard the trunk, build critics, objective and learner.
+
+    Raises:
+        TypeError: the policy has no continuous actor.
+    """
+    if not hasattr(policy, "actor"):
+        raise TypeError(
+            f"{type(policy).__name__} has no actor on features; use policy.head=gaussian"
+        )
+    model, meta = policy.model.model, run.suite.meta
+    shard(model, run.topology.mesh, blocks=model.shard_plan())
+    heads = [
+        QHead(model.feature_dim, run.chunk_size, meta.action_dim) for _ in range(settings.q_heads)
+    ]
+    goal = objective(policy.actor, heads, policy.features, gamma=gamma)
+    limit = settings.max_grad_norm
+    groups = [
+        ParameterGroup(
+            "actor",
+            goal.actor_parameters,
+            settings.lr,
+            limit,
+            warm_up=settings.actor_warm_up,
+            start=goal.critic_only_updates,
+        ),
+        ParameterGroup("critic", goal.critic_parameters, settings.critic_lr, limit),
+    ]
+    if bool(goal.alpha_parameters) != (settings.alpha_lr is not None):
+        raise ValueError(
+            f"updates.alpha_lr is {settings.alpha_lr}, but {type(goal).__name__} has "
+            f"{len(goal.alpha_parameters)} entropy coefficients; give a learning rate exactly if "
+            "there is one, otherwise null"
+        )
+    if settings.alpha_lr is not None:
+        groups.append(ParameterGroup("alpha", goal.alpha_parameters, settings.alpha_lr))
+    if settings.trunk_lr:
+        idle = ("token_head", "value_head", "ground_head")
+        trunk = [p for name, p in model.named_parameters() if not name.startswith(idle)]
+        groups.append(ParameterGroup("trunk", trunk, settings.trunk_lr, limit))
+    learner = Learner(
+        goal,
+        groups,
+        run.topology,
+        sharded=[model] if settings.trunk_lr else [],
+        micro_batch_size=settings.micro_batch_size,
+        after_step=goal.after_step,
+    )
+    return learner, goal
