@@ -3,7 +3,10 @@
 import base64
 import json
 import re
+import subprocess
+import sys
 from html.parser import HTMLParser
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -36,6 +39,7 @@ def evaluation(update, successes, per_task):
     }
 
 
+ROOT = Path(__file__).resolve().parent.parent
 HISTORY = [
     evaluation(0, 2, {"reach": result(2, 20), "push <hard>": result(0, 20)}),
     evaluation(10, 20, {"reach": result(15, 20), "push <hard>": result(5, 20)}),
@@ -231,3 +235,14 @@ def test_a_page_made_again_replaces_the_old_one(tmp_path):
     whole = {"history": HISTORY, "success_rate": 0.9}
     (folder / report.EVAL_FILE).write_text(json.dumps(whole))
     assert "90%" in write_page(folder).read_text()
+
+
+def test_the_program_writes_pages_and_names_a_folder_that_is_no_run(tmp_path):
+    program = [sys.executable, str(ROOT / "launch" / "report.py")]
+    run = make_run(tmp_path / "run")
+    done = subprocess.run([*program, run], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == str(run / "index.html")
+    assert (run / "success.png").stat().st_size > 1000
+    refused = subprocess.run([*program, tmp_path], capture_output=True, text=True, check=False)
+    assert refused.returncode == 1
+    assert "metrics.jsonl does not exist" in refused.stderr

@@ -78,7 +78,12 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+def cases(names: dict[str, object]) -> list[object]:
+    """Algorithms as shipped by default; their variants when slow tests are asked for."""
+    return [pytest.param(n, marks=[pytest.mark.slow] if " " in n else []) for n in names]
+
+
+@pytest.mark.parametrize("case", cases(CASES))
 def test_off_policy(case: str, tmp_path: Path):
     overrides, names = CASES[case]
     launch(f"algo={case.split()[0]}", f"run_dir={tmp_path / 'run'}", *COMMON, *SMALL, *overrides)
@@ -108,7 +113,7 @@ CLONING = {
 }
 
 
-@pytest.mark.parametrize("case", CLONING)
+@pytest.mark.parametrize("case", cases(CLONING))
 def test_cloning(case: str, tmp_path: Path):
     launch(
         f"algo={case.split()[0]}",
