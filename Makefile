@@ -6,7 +6,7 @@ export OMP_NUM_THREADS
 # Where `make test-all` keeps an environment per benchmark: their MuJoCo versions exclude each other.
 VENVS ?= build/venvs
 
-.PHONY: install test slow test-all lint bench
+.PHONY: install test slow test-all lint bench faults soak lock-step fsdp-table
 
 install:  ## the package, editable, with what the tests need
 	$(PYTHON) -m pip install -e '.[test]'
@@ -23,6 +23,24 @@ test-all: test slow  ## and Meta-World and LIBERO, each in its own environment (
 		$(VENVS)/$$extra/bin/python -m pip install --quiet -e ".[test,$$extra]"; \
 		echo "== $$extra"; $(VENVS)/$$extra/bin/python -m pytest -m $$extra --timeout=1800; \
 	done
+
+KILLS ?= 100
+MINUTES ?= 60
+FAULTS = PYTHONPATH=tests:tests/loops:tests/faults $(PYTHON) tests/faults
+
+faults:  ## KILLS random kills in a SAC run of two ranks, and a fifth as many in a PPO run: minutes
+	$(FAULTS)/kill_runs.py --algorithm sac --ranks 2 --kills $(KILLS)
+	$(FAULTS)/kill_runs.py --algorithm ppo --ranks 2 --kills $$(( ($(KILLS) + 4) / 5 ))
+	STORAGE_KILLS=$(KILLS) $(PYTHON) -m pytest tests/faults/test_storage_kill.py -s
+
+soak:  ## algo=sac for MINUTES with an actor killed every 20 s
+	$(FAULTS)/soak.py --minutes $(MINUTES)
+
+lock-step:  ## a run that was killed and resumed equals an uninterrupted one, PPO and SAC
+	$(PYTHON) -m pytest tests/loops/test_lock_step.py -m "slow or not slow" --timeout=1800
+
+fsdp-table:  ## differences between 1, 2, 4 and 2x2 ranks and one process, for PPO and SAC
+	PYTHONPATH=tests $(PYTHON) tests/test_fsdp.py
 
 lint:  ## style, as .ci/run checks it
 	$(PYTHON) -m ruff check .

@@ -4,7 +4,7 @@ One simulator, a tiny policy with fresh weights, H = 4, 128-pixel pictures (two 
 Every environment's own package is needed, and their MuJoCo versions exclude each other, so run it
 once per environment (``make test-all`` leaves one virtual environment for each):
 
-    OMP_NUM_THREADS=1 python benchmarks/environments.py --only tabletop
+    OMP_NUM_THREADS=1 python benchmarks/environments.py --only tabletop arm
     OMP_NUM_THREADS=1 build/venvs/metaworld/bin/python benchmarks/environments.py --only metaworld
     OMP_NUM_THREADS=1 build/venvs/libero/bin/python benchmarks/environments.py --only libero
 
@@ -25,7 +25,7 @@ from side_by_side import Ratio, Sample, command_line, machine, report, take_turn
 from tensordict import TensorDict
 
 from torchrl_vla import schema
-from torchrl_vla.envs.simulator import Simulators, Suite
+from torchrl_vla.envs.simulator import Simulators, StepOutcome, Suite
 from torchrl_vla.policies.tiny import make_policy
 
 CHUNK, SIZE = 4, 128
@@ -49,6 +49,13 @@ def tabletop() -> Suite:
     return TabletopSuite(image_size=SIZE)
 
 
+def arm() -> Suite:
+    """Return our own suite with the 7-DoF arm."""
+    from torchrl_vla.envs.tabletop import TabletopSuite
+
+    return TabletopSuite(image_size=SIZE, embodiment="arm")
+
+
 def metaworld() -> Suite:
     """Return a Meta-World task of usual size."""
     from torchrl_vla.envs.metaworld import MetaWorldSuite
@@ -63,7 +70,7 @@ def libero() -> Suite:
     return LiberoSuite("libero_goal", [7], image_size=SIZE)
 
 
-SUITES = {"tabletop": tabletop, "metaworld": metaworld, "libero": libero}
+SUITES = {"tabletop": tabletop, "arm": arm, "metaworld": metaworld, "libero": libero}
 
 
 def metaworld_picture(sims: Simulators, stack: ExitStack) -> Callable[[], object]:
@@ -108,6 +115,10 @@ def libero_picture(sims: Simulators, stack: ExitStack) -> Callable[[], object]:
 THEIRS = {"metaworld": metaworld_picture, "libero": libero_picture}
 
 
+def _ended(outcome: StepOutcome) -> bool:
+    return outcome.terminated or outcome.truncated
+
+
 def decisions(sims: Simulators, count: int, clock: Callable[[], float]) -> Sample:
     """Run ``count`` decisions; return milliseconds and shares of their parts."""
     policy = make_policy(sims.meta, weights=None, chunk_size=CHUNK)
@@ -124,7 +135,7 @@ def decisions(sims: Simulators, count: int, clock: Callable[[], float]) -> Sampl
         with torch.no_grad():
             chunk = policy(td)[schema.CHUNK][0].numpy()
         decided = clock()
-        if any(sims.step(0, action).terminated for action in chunk):
+        if any(map(_ended, (sims.step(0, action) for action in chunk))):
             sims.reset(0, 0)
         seconds["pictures"] += drawn - started
         seconds["policy"] += decided - drawn
@@ -148,7 +159,7 @@ def their_pictures(
     sims.reset(0, 0)
     started = clock()
     for _ in range(count):
-        if sims.step(0, rng.uniform(-1, 1, sims.meta.action_dim).astype(np.float32)).terminated:
+        if _ended(sims.step(0, rng.uniform(-1, 1, sims.meta.action_dim).astype(np.float32))):
             sims.reset(0, 0)
         draw()
     return {PICTURED: count / (clock() - started)}

@@ -34,6 +34,7 @@ from torchrl_vla.actors import to_transitions
 from torchrl_vla.envs.chunked import ChunkedEnv, InitStateStream
 from torchrl_vla.envs.tabletop import TabletopSuite
 from torchrl_vla.loops import actor_critic, off_policy, on_policy
+from torchrl_vla.loops.replay_folder import layout_of
 from torchrl_vla.objectives.critics import DEMONSTRATION, STEPS
 from torchrl_vla.objectives.policy_gradient import ADVANTAGE, TARGET
 from torchrl_vla.objectives.soft_actor_critic import SoftActorCritic
@@ -196,7 +197,7 @@ def sac_batch(policy: torch.nn.Module, conf: Mapping[str, Any], folder: Path) ->
     settings = off_policy.ReplaySettings(
         **{**arguments(conf["algo"]["replay"]), "demonstration_episodes": 8, "capacity": 512}
     )
-    buffer = make_replay(folder / "replay", settings.capacity)
+    buffer = make_replay(folder / "replay", settings.capacity, layout_of(policy, run))
     buffer.extend(to_transitions(rollout(policy, 16, 16, conf["gamma"])))
     feed = off_policy.make_feed(
         run, policy, buffer, settings, frozen=True, seed=0, gamma=conf["gamma"]

@@ -38,8 +38,8 @@ class Case:
     """Points of success over the start; ``None``: shown for comparison."""
 
 
-def _lag(bound: int, *more: str) -> Case:
-    return Case(("algo=ppo", f"algo.max_lag={bound}", *more), None)
+def _lag(bound: int) -> Case:
+    return Case(("algo=ppo_async", f"algo.max_lag={bound}"), None)
 
 
 CASES = {
@@ -52,12 +52,13 @@ CASES = {
     "rlpd": Case(("algo=rlpd", "budget.env_steps=null"), 15),
     "td3_bc": Case(("algo=td3_bc", "budget.env_steps=null"), 15),
     "cql": Case(("algo=cql", "budget.env_steps=null"), 15),
-    "ppo_lag1": _lag(1),
-    "ppo_lag2": _lag(2),
-    "ppo_lag4": _lag(4),
-    "ppo_lag8": _lag(8),
+    "lag_0": _lag(0),
+    "lag_1": _lag(1),
+    "lag_2": _lag(2),
+    "lag_4": _lag(4),
+    "lag_8": _lag(8),
 }
-DEFAULT = tuple(name for name in CASES if "_lag" not in name)
+DEFAULT = tuple(name for name in CASES if not name.startswith("lag_"))
 
 
 def run(name: str, seed: int, minutes: float, folder: Path) -> dict[str, Any]:

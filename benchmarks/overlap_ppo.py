@@ -151,7 +151,7 @@ class InTurn:
         started = time.perf_counter()
         for _ in range(rounds):
             load_full_weights(self.behaviour.policy, full_weights(side.policy))
-            self.behaviour.policy_version.fill_(side.version)
+            self.behaviour.version = side.version
             side.version += 1
             asked = time.perf_counter()
             rollout = next(self.rollouts)

@@ -44,6 +44,7 @@ from torchrl_vla.envs.chunked import ChunkedEnv, InitStateStream
 from torchrl_vla.envs.tabletop import TabletopSuite
 from torchrl_vla.learner import Learner
 from torchrl_vla.loops import actor_critic, off_policy, pacing
+from torchrl_vla.loops.replay_folder import layout_of
 from torchrl_vla.metrics import WAIT_ACTORS, Stopwatch
 from torchrl_vla.objectives.soft_actor_critic import SoftActorCritic
 from torchrl_vla.policies.shard import full_weights
@@ -110,7 +111,12 @@ def make_side(
     learner, goal = actor_critic.make_learner(run, policy, objective, updates, gamma)
     goal.updates = goal.critic_only_updates  # updates that have every term
     replay = off_policy.ReplaySettings(**arguments(algo["replay"]))
-    buffer = make_replay(folder / "replay", replay.capacity)
+    buffer = make_replay(
+        folder / "replay",
+        replay.capacity,
+        layout_of(policy, run),
+        lanes=algo["actors"]["num_workers"],
+    )
     feed = off_policy.make_feed(
         run, policy, buffer, replay, frozen=not updates.trunk_lr, seed=0, gamma=gamma
     )
@@ -198,7 +204,7 @@ class InTurn:
     def publish(self) -> None:
         """Give the behaviour policy the learner's weights."""
         load_full_weights(self.behaviour.policy, full_weights(self.side.policy))
-        self.behaviour.policy_version.fill_(self.side.version)
+        self.behaviour.version = self.side.version
         self.side.version += 1
 
     def work(self, decisions: int) -> Sample:

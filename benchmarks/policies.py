@@ -1,10 +1,9 @@
-"""Time of a decision and of an update: tiny members of the large families against their backbone.
+"""Time of a decision and of an update: tiny members of the families against their bare networks.
 
-The bare side calls the same modules with the same weights in the shortest way that works for
-equal prompts: no TensorDict, no padding, no checks. Before anything is timed, both sides are shown
-to give the same numbers.
+The bare side (``bare_vla.py``) calls the same modules with the same weights in the shortest way
+that works for equal prompts. Before anything is timed, both sides are shown to agree.
 
-    OMP_NUM_THREADS=1 python benchmarks/policies.py --out benchmarks/results/policies.json
+    OMP_NUM_THREADS=1 python benchmarks/policies.py --out build/policies.json
 """
 
 from __future__ import annotations
@@ -17,125 +16,76 @@ from collections.abc import Callable, Mapping
 from functools import partial
 
 import torch
+from bare_vla import Bare, BareAutoregressive, BareOpenVLA, BarePI0, BareTiny, BareVLM
 from side_by_side import Ratio, Sample, command_line, machine, report, take_turns
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor, nn
-from torch.nn import functional
 
 from torchrl_vla import schema, topology
 from torchrl_vla.envs.tabletop import TabletopSuite
 from torchrl_vla.learner import Learner, ParameterGroup
-from torchrl_vla.objectives.imitation import token_cross_entropy
-from torchrl_vla.policies.openvla import make_policy
-from torchrl_vla.policies.openvla.model import OpenVLAModel
-from torchrl_vla.policies.policy import VALUE, draw_bins
+from torchrl_vla.policies import openvla, pi0, tiny, vlm
+from torchrl_vla.policies.flow import PATH
+from torchrl_vla.policies.policy import VALUE
 
-UNIT = "ms"
+UNIT, LR, MAX_NORM = "ms", 1e-5, 1.0
+META = TabletopSuite().meta
+FAMILIES: dict[str, tuple[Callable[..., nn.Module], Callable[..., Bare]]] = {
+    "tiny": (partial(tiny.make_policy, META, weights=None, temperature=1.0), BareTiny),
+    "OFT": (partial(openvla.make_policy, META, size="tiny"), BareOpenVLA),
+    "OpenVLA": (
+        partial(openvla.make_policy, META, size="tiny", decoding="autoregressive"),
+        BareAutoregressive,
+    ),
+    "VLM": (partial(vlm.make_policy, META, size="tiny"), BareVLM),
+    "pi0": (partial(pi0.make_policy, META, size="tiny", steps=4), BarePI0),
+}
 RATIOS = tuple(
     Ratio(f"{name}: ours / bare", f"{name} ours", [f"{name} bare"], UNIT, 1.10, at_least=False)
-    for name in ("OFT decision", "OFT update", "OpenVLA decision", "OpenVLA update")
+    for family in FAMILIES
+    for name in (f"{family} decision", f"{family} update")
 )
-LR = 1e-5
-MAX_NORM = 1.0
 
 
-def observations(policy: nn.Module, rows: int) -> TensorDict:
-    """Return ``rows`` random observations of one instruction, with tokens to score."""
-    meta = TabletopSuite().meta
+def observations(policy: nn.Module, rows: int, chunk_size: int) -> TensorDict:
+    """Return ``rows`` random observations of one instruction, with actions to score."""
     generator = torch.Generator().manual_seed(0)
-    size, model = meta.image_size, policy.model.model
     td = TensorDict(batch_size=[rows])
-    image = (rows, len(meta.cameras), 3, size, size)
+    image = (rows, len(META.cameras), 3, META.image_size, META.image_size)
     td[schema.IMAGE] = torch.randint(0, 256, image, generator=generator, dtype=torch.uint8)
-    td[schema.STATE] = torch.randn(rows, meta.state_dim, generator=generator)
-    td[schema.TASK_ID] = torch.zeros(rows, 1, dtype=torch.int64)
-    chunk = (rows, model.chunk_size, model.action_dim)
-    td[schema.TOKENS] = torch.randint(0, policy.vocab_size, chunk, generator=generator)
+    td[schema.STATE] = torch.randn(rows, META.state_dim, generator=generator)
+    td[schema.TASK_ID] = torch.full((rows, 1), longest_prompt(policy))
+    if policy.action_key == PATH:
+        path = (rows, policy.actor.schedule.steps + 1, *policy.actor.head.shape)
+        td[PATH] = torch.randn(path, generator=generator)
+    else:
+        chunk = (rows, chunk_size, META.action_dim)
+        td[schema.TOKENS] = torch.randint(0, policy.vocab_size, chunk, generator=generator)
     return td
 
 
-def prompt_of(policy: nn.Module, td: TensorDictBase) -> Tensor:
-    """Return the one prompt of ``td`` without pads, ``[B, L]``."""
-    words = policy.model.prompt_table[td[schema.TASK_ID][0, 0]]
-    words = words[words != policy.model.model.backbone.pad_id]
-    return words.expand(len(td), -1)
+def longest_prompt(policy: nn.Module) -> int:
+    """Return the task whose prompt fills the table: no pads on either side."""
+    table = policy.model.instruction_table
+    # OpenVLA's pad is an id of its vocabulary, the others' is 0 or -1.
+    backbone = getattr(policy.model.model, "backbone", None)
+    pad = getattr(backbone, "pad_id", min(0, int(table.min())))
+    return int((table == pad).sum(-1).argmin())
 
 
-class Bare:
-    """The backbone by hand: one prompt length, one image pipeline that does nothing.
-
-    Args:
-        model: shared with, or a copy of, the policy's.
-        words: ``[B, L]`` without pads.
-        temperature: of the policy.
-    """
-
-    def __init__(self, model: OpenVLAModel, words: Tensor, temperature: float) -> None:
-        self.model, self.words, self.temperature = model, words, temperature
-        self.llama = model.backbone.language_model.model
-        self.rows = model.backbone.window.columns
-
-    def prefix(self, td: TensorDictBase) -> Tensor:
-        """Return the embeddings up to the last prompt token."""
-        backbone = self.model.backbone
-        pixels = backbone.vision_backbone.normalise(td[schema.IMAGE])
-        patches = backbone.projector(backbone.vision_backbone(pixels))
-        words = self.llama.embed_tokens(self.words)
-        state = self.model.proprio_projector
-        extra = [] if state is None else [state(td[schema.STATE])]
-        return torch.cat([words[:, :1], patches, *extra, words[:, 1:]], dim=1)
-
-    def head(self, hidden: Tensor) -> Tensor:
-        """Return window logits."""
-        weight = self.model.backbone.language_model.lm_head.weight
-        return functional.linear(hidden, weight[self.rows])
-
-    def parallel(self, td: TensorDictBase) -> tuple[Tensor, Tensor]:
-        """Return logits ``[B, T, V]`` and value of OFT's single pass."""
-        prefix, number = self.prefix(td), self.model.num_tokens
-        stop = self.llama.embed_tokens.weight[self.model.backbone.stop_id]
-        tail = torch.cat(
-            [stop.new_zeros(len(td), number, len(stop)), stop.expand(len(td), 1, -1)], 1
-        )
-        embeds = torch.cat([prefix, tail], dim=1)
-        mask = torch.ones(len(td), 1, 1, embeds.shape[1], dtype=torch.bool)
-        out = self.llama(inputs_embeds=embeds, attention_mask=mask, use_cache=False)
-        hidden = out.last_hidden_state[:, -2 - number : -2]
-        return self.head(hidden), self.model.value_head(hidden[:, 0])
-
-    def forced(self, td: TensorDictBase) -> tuple[Tensor, Tensor]:
-        """Return logits ``[B, T, V]`` and value of one causal pass over given tokens."""
-        ids = td[schema.TOKENS].flatten(1) + self.model.backbone.window.first
-        embeds = torch.cat([self.prefix(td), self.llama.embed_tokens(ids[:, :-1])], dim=1)
-        out = self.llama(inputs_embeds=embeds, use_cache=False)
-        hidden = out.last_hidden_state[:, -ids.shape[1] :]
-        return self.head(hidden), self.model.value_head(hidden[:, 0])
-
-    def act_parallel(self, td: TensorDictBase) -> Tensor:
-        """Return log-probs of sampled tokens."""
-        log_probs = (self.parallel(td)[0] / self.temperature).log_softmax(-1)
-        return log_probs.gather(-1, draw_bins(log_probs.exp())[..., None])[..., 0]
-
-    def act_one_by_one(self, td: TensorDictBase) -> Tensor:
-        """Return log-probs of tokens sampled with a KV cache."""
-        out = self.llama(inputs_embeds=self.prefix(td), use_cache=True)
-        chosen = []
-        first = self.model.backbone.window.first
-        for step in range(self.model.num_tokens):
-            hidden = out.last_hidden_state[:, -1]
-            if step == 0:
-                self.model.value_head(hidden)
-            log_probs = (self.head(hidden) / self.temperature).log_softmax(-1)
-            token = draw_bins(log_probs.exp())[..., None]
-            chosen.append(log_probs.gather(-1, token))
-            if step < self.model.num_tokens - 1:
-                embeds = self.llama.embed_tokens(token + first)
-                out = self.llama(inputs_embeds=embeds, cache=out.cache, use_cache=True)
-        return torch.cat(chosen, dim=-1)
+def by_hand(make: Callable[..., Bare], policy: nn.Module, td: TensorDict, shared: bool) -> Bare:
+    """Return the bare side of ``policy``, on the same modules or on copies."""
+    words = policy.model.instruction_table[td[schema.TASK_ID][0, 0]].expand(len(td), -1)
+    if policy.action_key == PATH:
+        parts = (policy.model.model, policy.actor.head)
+        trunk, expert = parts if shared else copy.deepcopy(parts)
+        return make(trunk, expert, words, policy.actor.schedule)
+    model = policy.model.model
+    return make(model if shared else copy.deepcopy(model), words)
 
 
 class Likelihood:
-    """Cross-entropy of stored tokens and a squared value: an objective as small as one can be."""
+    """Log-likelihood of stored actions and a squared value: as small as an objective can be."""
 
     def __init__(self, policy: nn.Module) -> None:
         self.policy = policy
@@ -147,57 +97,55 @@ class Likelihood:
     def __call__(self, batch: TensorDictBase, totals: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return both losses."""
         scored = self.policy.score(batch)
-        loss = token_cross_entropy(scored["vla_action", "logits"], batch[schema.TOKENS])
+        log_prob = self.policy.get_dist(scored).log_prob(batch[self.policy.action_key])
         return {
-            "loss_policy": loss.mean((1, 2)).sum() / totals["rows"],
+            "loss_policy": -log_prob.mean((1, 2)).sum() / totals["rows"],
             "loss_value": scored[VALUE].square().sum() / totals["rows"],
         }
 
 
-def bare_update(bare: Bare, forward: Callable, optimizer: torch.optim.Optimizer, td: TensorDict):
+def parameters(policy: nn.Module) -> list[nn.Parameter]:
+    """Return what an update trains."""
+    return [p for p in policy.parameters() if p.requires_grad]
+
+
+def bare_update(
+    bare: Bare, params: list[nn.Parameter], optimizer: torch.optim.Optimizer, td: TensorDict
+) -> float:
     """Take one update by hand; return the loss."""
-    logits, value = forward(td)
-    target = td[schema.TOKENS].flatten(1)
-    loss = functional.cross_entropy((logits / bare.temperature).flatten(0, 1), target.flatten())
-    loss = loss + value.square().mean()
+    loss = bare.loss(td)
     loss.backward()
-    torch.nn.utils.clip_grad_norm_(bare.model.parameters(), MAX_NORM)
+    torch.nn.utils.clip_grad_norm_(params, MAX_NORM)
     optimizer.step()
     optimizer.zero_grad()
     return loss.item()
 
 
 def variants(
-    name: str, decoding: str, ranks: topology.Topology, args: argparse.Namespace
+    name: str, ranks: topology.Topology, args: argparse.Namespace
 ) -> dict[str, Callable[[], object]]:
-    """Build both sides of one decoding, check that they agree, and return what is timed."""
+    """Build both sides of a family, check that they agree, and return what is timed."""
+    make, kind = FAMILIES[name]
     torch.manual_seed(0)
-    meta = TabletopSuite().meta
-    policy = make_policy(
-        meta, size="tiny", decoding=decoding, chunk_size=args.chunk_size, temperature=1.0
-    )
-    acting, td = observations(policy, args.envs), observations(policy, args.minibatch)
-    copied = copy.deepcopy(policy.model.model)
-    actor = Bare(policy.model.model, prompt_of(policy, acting), policy.temperature)
-    bare = Bare(copied, prompt_of(policy, td), policy.temperature)
-    forward = bare.parallel if decoding == "parallel" else bare.forced
-    act = actor.act_parallel if decoding == "parallel" else actor.act_one_by_one
+    policy = make(chunk_size=args.chunk_size)
+    acting = observations(policy, args.envs, args.chunk_size)
+    td = observations(policy, args.minibatch, args.chunk_size)
+    actor, bare = by_hand(kind, policy, acting, True), by_hand(kind, policy, td, False)
     with torch.no_grad():
-        ours = policy.unscaled_logits(td).flatten(1, 2)
-        torch.testing.assert_close(forward(td)[0], ours, atol=1e-5, rtol=0)
         torch.manual_seed(1)
         log_probs = policy(acting.clone())[schema.LOG_PROBS].flatten(1)
         torch.manual_seed(1)
-        torch.testing.assert_close(act(acting), log_probs, atol=1e-4, rtol=0)
-    params = list(policy.model.model.parameters())
-    groups = [ParameterGroup("policy", params, LR, MAX_NORM)]
-    learner = Learner(Likelihood(policy), groups, ranks)
-    optimizer = torch.optim.AdamW(copied.parameters(), LR, weight_decay=0.0, fused=True)
-    first = learner.update(td.clone())
-    by_hand = bare_update(bare, forward, optimizer, td)
-    gap = abs(first["loss_policy"] + first["loss_value"] - by_hand)
-    if gap > 1e-4:
-        raise AssertionError(f"{name}: losses differ by {gap}")
+        torch.testing.assert_close(actor.act(acting).flatten(1), log_probs, atol=1e-3, rtol=1e-4)
+    learner = Learner(
+        Likelihood(policy), [ParameterGroup("all", parameters(policy), LR, MAX_NORM)], ranks
+    )
+    copied = [bare.trunk, bare.expert] if kind is BarePI0 else [bare.model]
+    params = [p for module in copied for p in parameters(module)]
+    optimizer = torch.optim.AdamW(params, LR, weight_decay=0.0, fused=True)
+    first, other = learner.update(td.clone()), bare_update(bare, params, optimizer, td)
+    gap = abs(first["loss_policy"] + first["loss_value"] - other)
+    if gap > 1e-4 * max(1.0, abs(other)):
+        raise AssertionError(f"{name}: losses differ by {gap} of {other}")
 
     def decide(choose: Callable[[TensorDict], object]) -> None:
         with torch.no_grad():
@@ -205,19 +153,19 @@ def variants(
 
     return {
         f"{name} decision ours": partial(decide, policy),
-        f"{name} decision bare": partial(decide, act),
+        f"{name} decision bare": partial(decide, actor.act),
         f"{name} update ours": lambda: learner.update(td.clone(recurse=False)),
-        f"{name} update bare": partial(bare_update, bare, forward, optimizer, td),
+        f"{name} update bare": partial(bare_update, bare, params, optimizer, td),
     }
 
 
-def timed(call: Callable[[], object], number: int) -> Sample:
+def timed(call: Callable[[], object], number: int, clock: Callable[[], float]) -> Sample:
     """Return the median time of ``number`` calls."""
     times = []
     for _ in range(number):
-        started = time.perf_counter()
+        started = clock()
         call()
-        times.append(1e3 * (time.perf_counter() - started))
+        times.append(1e3 * (clock() - started))
     return {UNIT: statistics.median(times)}
 
 
@@ -228,13 +176,21 @@ def main() -> None:
     parser.add_argument("--minibatch", type=int, default=16, help="rows of an update")
     parser.add_argument("--chunk-size", type=int, default=4, help="control steps per decision")
     parser.add_argument("--calls", type=int, default=3, help="decisions and updates per turn")
+    parser.add_argument("--families", nargs="+", default=list(FAMILIES), choices=list(FAMILIES))
+    clocks = {"wall": time.perf_counter, "cpu": time.process_time}
+    parser.add_argument("--clock", choices=clocks, default="wall", help="cpu: on a shared machine")
     args = parser.parse_args()
     ranks = topology.start("cpu", threads=1)
     conditions = machine()
-    found = variants("OFT", "parallel", ranks, args)
-    found |= variants("OpenVLA", "autoregressive", ranks, args)
+    found: dict[str, Callable[[], object]] = {}
+    for name in args.families:
+        found |= variants(name, ranks, args)
     samples = take_turns(
-        {name: partial(timed, call, args.calls) for name, call in found.items()}, args.turns
+        {
+            name: partial(timed, call, args.calls, clocks[args.clock])
+            for name, call in found.items()
+        },
+        args.turns,
     )
     settings = {key: value for key, value in vars(args).items() if key != "out"}
     report("policies", samples, RATIOS, settings=settings, conditions=conditions, out=args.out)

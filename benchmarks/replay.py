@@ -69,11 +69,13 @@ class Rows:
         return {"image": self.pictures[number % len(self.pictures)], "state": state.clone()}
 
 
-def fill(replay: TensorDictReplayBuffer, rows: Rows, count: int, start: int = 0) -> float:
+def fill(
+    replay: TensorDictReplayBuffer, rows: Rows, count: int, start: int = 0, at_once: int = WRITE
+) -> float:
     """Write ``count`` rows in small batches; returns the rows per second spent in the buffer."""
     spent = 0.0
-    for at in range(start, start + count, WRITE):
-        data = rows(at, min(WRITE, start + count - at))
+    for at in range(start, start + count, at_once):
+        data = rows(at, min(at_once, start + count - at))
         begun = time.perf_counter()
         replay.extend(data)
         spent += time.perf_counter() - begun
@@ -224,7 +226,7 @@ def flat(args: argparse.Namespace) -> None:
         variants = {}
         for count in args.flat_rows:
             replay = journal(folder / f"{count}", count, rows)
-            written = fill(replay, rows, count)
+            written = fill(replay, rows, count, at_once=512)
             print(f"  {count:,} rows written at {written:,.0f} rows/s", flush=True)
             variants[f"{count:,} rows"] = sampling(replay, args.draws)
             variants[f"{count:,} rows, bare copy"] = sampling(bare(replay.storage), args.draws)

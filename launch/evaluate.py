@@ -1,15 +1,18 @@
 """Evaluate a policy: ``python launch/evaluate.py checkpoint=RUN_DIR episodes=200 out=F.json``.
 
-Prints the per-task table with 95 % Wilson intervals and writes JSON. The result is the same for any
-``num_envs``: every decision is computed alone (see ``torchrl_vla/evaluate.py``).
+Prints the per-task table with 95 % Wilson intervals and writes JSON, for ``launch/compare.py``. The
+result is the same for any ``num_envs`` and, under ``torchrun``, for any number of ranks. With
+``watch=true`` it runs beside a training and evaluates every new checkpoint into
+``RUN_DIR/evaluations``.
 """
 
 from __future__ import annotations
 
-import json
 import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from torchrl_vla.envs.gl import choose_backend
 
@@ -28,89 +31,238 @@ from torch import nn
 
 from torchrl_vla import topology
 from torchrl_vla.checkpoint import Checkpointer
-from torchrl_vla.evaluate import as_rows, film, fingerprint, run_episodes, summarise
+from torchrl_vla.envs.simulator import Simulators, Suite
+from torchrl_vla.evaluate import (
+    as_rows,
+    describe_environment,
+    film,
+    fingerprint,
+    list_of,
+    run_on_ranks,
+    summarise,
+)
+from torchrl_vla.loops.run import write_json
+
+FOLDER = "evaluations"
+"""Where ``watch`` writes, in the run's folder."""
 
 
-def load_policy(run_dir: Path, which: str, ranks: topology.Topology) -> tuple[nn.Module, Any, dict]:
-    """Build the run's policy and suite and load a checkpoint into the policy.
+class Subject(NamedTuple):
+    """What is evaluated: a run's suite and policy, whose weights come from a checkpoint."""
 
-    Args:
-        run_dir: a run's folder.
-        which: ``"latest"`` or ``"best"``.
-        ranks: this process as a topology of one.
+    folder: Path
+    config: DictConfig
+    suite: Suite
+    policy: nn.Module
+    checkpoints: Checkpointer
+
+    def load(self, path: Path, ranks: topology.Topology) -> list[dict[str, Any]]:
+        """Load a checkpoint into the policy; return the run's own evaluations up to it."""
+        state = {"modules": {"evaluated": self.policy}}
+        loaded = self.checkpoints.load(path, state, ranks)
+        return (loaded["json"] or {}).get("history", [])
+
+
+def open_run(folder: Path, eval_decode: str | None) -> Subject:
+    """Build the run's suite and policy, with another decode if one is given.
 
     Raises:
-        FileNotFoundError: the folder is no run, or it has no checkpoint.
+        FileNotFoundError: the folder is no run.
     """
-    if not (run_dir / "config.yaml").is_file():
-        raise FileNotFoundError(f"{run_dir} is no run folder: it has no config.yaml")
-    cfg = OmegaConf.load(run_dir / "config.yaml")
-    suite = instantiate(cfg.env)
-    policy = instantiate(cfg.policy)(suite.meta)
-    checkpoints = Checkpointer(run_dir / "checkpoints")
-    path = checkpoints.latest() if which == "latest" else checkpoints.best()
+    if not (folder / "config.yaml").is_file():
+        raise FileNotFoundError(f"{folder} is no run folder: it has no config.yaml")
+    config = OmegaConf.load(folder / "config.yaml")
+    if eval_decode is not None:
+        config.policy.eval_decode = eval_decode
+    suite = instantiate(config.env)
+    policy = instantiate(config.policy)(suite.meta)
+    return Subject(folder, config, suite, policy, Checkpointer(folder / "checkpoints"))
+
+
+def choose_checkpoint(subject: Subject, which: str, ranks: topology.Topology) -> Path:
+    """Return the latest or the best checkpoint.
+
+    Raises:
+        ValueError: ``which`` is unknown.
+        FileNotFoundError: there is no such checkpoint.
+    """
+    if which not in ("latest", "best"):
+        raise ValueError(f"which is {which!r}, must be 'latest' or 'best'")
+    find = subject.checkpoints.latest if which == "latest" else subject.checkpoints.best
+    path = find(ranks)
     if path is None:
-        raise FileNotFoundError(f"{run_dir} has no complete checkpoint yet")
-    loaded = checkpoints.load(path, {"modules": {"evaluated": policy}}, ranks)
-    return policy, suite, {"config": cfg, "checkpoint": path, "loaded": loaded}
+        raise FileNotFoundError(f"{subject.folder} has no complete checkpoint yet ({which})")
+    return path
 
 
-def print_table(table: dict[str, Any], title: str) -> None:
-    """Print success per task and in all."""
-    out = Table(title=title)
+def selection(which: str, history: list[dict[str, Any]], first_state: int) -> dict[str, Any]:
+    """Say how the checkpoint was chosen, and whether on the states that judge it now.
+
+    The best of several noisy rates is on average better than the policy behind it; the more looks,
+    the more. Only states that had no part in the choice judge it without bias.
+    """
+    if which == "latest":
+        return {"rule": "latest", "looks": 0, "biased": False}
+    states = max((entry["episodes"] for entry in history), default=0)
+    return {
+        "rule": "highest success of the run's own evaluations",
+        "looks": len(history),
+        "states": states,
+        "biased": len(history) > 1 and first_state < states,
+    }
+
+
+def evaluate(
+    subject: Subject, simulators: Simulators, path: Path, cfg: DictConfig, ranks: topology.Topology
+) -> dict[str, Any]:
+    """Load a checkpoint, run its episodes and return the report; collective."""
+    history = subject.load(path, ranks)
+    suite, policy = subject.suite, subject.policy
+    first = suite.splits["eval"].start + cfg.first_state
+    results = [
+        result
+        for seed in cfg.seeds
+        for result in run_on_ranks(
+            policy,
+            simulators,
+            range(first, first + cfg.episodes),
+            ranks,
+            chunk_size=subject.config.chunk_size,
+            seed=seed,
+            perturbation=cfg.perturbation,
+        )
+    ]
+    settings = OmegaConf.to_container(subject.config.policy, resolve=True)
+    return summarise(results, suite.meta) | {
+        "checkpoint": path.name,
+        "algorithm": subject.config.algo.name,
+        "selection": selection(cfg.which, history, cfg.first_state),
+        "list": list_of(results, suite.meta),
+        "settings": {
+            **settings,
+            "chunk_size": subject.config.chunk_size,
+            "perturbation": cfg.perturbation,
+            "first_init_state_id": first,
+            "seeds": list(cfg.seeds),
+        },
+        "versions": fingerprint(),
+        "environment": describe_environment(suite, policy),
+        "results": as_rows(results),
+    }
+
+
+def print_report(report: dict[str, Any], title: str) -> None:
+    """Print success per task and in all, and what to know about how the checkpoint was chosen."""
+    table = Table(title=title)
     for name in ("task", "success", "95 % interval", "episodes"):
-        out.add_column(name, justify="left" if name == "task" else "right")
-    rows = [*table["per_task"].items(), ("all", table)]
-    for name, row in rows:
+        table.add_column(name, justify="left" if name == "task" else "right")
+    for name, row in (*report["per_task"].items(), ("all", report)):
         low, high = row["interval"]
-        out.add_row(
+        table.add_row(
             name,
             f"{100 * row['success_rate']:.1f} %",
             f"{100 * low:.1f} - {100 * high:.1f} %",
             f"{row['successes']}/{row['episodes']}",
         )
-    Console().print(out)
+    out = Console()
+    out.print(table)
+    chosen = report["selection"]
+    if chosen["biased"]:
+        out.print(
+            f"The checkpoint is the best of {chosen['looks']} looks at some of these states: its "
+            f"rate is too high on average. first_state={chosen['states']} takes fresh states.",
+            soft_wrap=True,
+        )
+
+
+def new_checkpoints(root: Path, cfg: DictConfig, ranks: topology.Topology) -> Iterator[None]:
+    """Yield whenever the folder of checkpoints has changed; collective.
+
+    Ends when nothing changed for ``cfg.watch_minutes`` (None: never).
+    """
+    seen: list[str] = []
+    waited = 0.0
+    while True:
+        names = sorted(path.name for path in root.glob("step-*")) if ranks.is_main else None
+        names = ranks.broadcast_object(names)
+        if names != seen:
+            seen, waited = names, 0.0
+            yield
+        elif cfg.watch_minutes is not None and waited >= 60 * cfg.watch_minutes:
+            return
+        else:
+            time.sleep(cfg.watch_seconds)
+            waited += cfg.watch_seconds
+
+
+def watch(
+    subject: Subject, simulators: Simulators, cfg: DictConfig, ranks: topology.Topology
+) -> None:
+    """Evaluate every new checkpoint into the run's folder; one that is there already is left."""
+    for _ in new_checkpoints(subject.folder / "checkpoints", cfg, ranks):
+        path = subject.checkpoints.latest(ranks)
+        if path is None or (subject.folder / FOLDER / f"{path.name}.json").exists():
+            continue
+        try:
+            report = evaluate(subject, simulators, path, cfg, ranks)
+        except (FileNotFoundError, ValueError):
+            if path.exists():
+                raise
+            continue  # the training thinned it out meanwhile; a newer one is there
+        if ranks.is_main:
+            (subject.folder / FOLDER).mkdir(exist_ok=True)
+            write_json(subject.folder / FOLDER / f"{path.name}.json", report)
+            print_report(report, f"{subject.folder} ({path.name})")
+        ranks.barrier()
+
+
+def check(cfg: DictConfig) -> None:
+    """Refuse settings that cannot work together.
+
+    Raises:
+        ValueError: names them.
+    """
+    if cfg.episodes < 1 or not cfg.seeds:
+        raise ValueError(f"episodes={cfg.episodes}, seeds={list(cfg.seeds)}: give at least one")
+    if len(set(cfg.seeds)) < len(cfg.seeds):
+        raise ValueError(f"seeds={list(cfg.seeds)} repeats one; each must be there once")
+    if cfg.watch and (cfg.which != "latest" or cfg.out is not None or cfg.video is not None):
+        raise ValueError(
+            "watch=true evaluates every new checkpoint into the run's folder: leave which=latest, "
+            "out=null and video=null"
+        )
 
 
 @hydra.main(version_base="1.3", config_path="../conf", config_name="evaluate")
 def main(cfg: DictConfig) -> None:
     """Load, run, print, write."""
+    check(cfg)
     ranks = topology.start("cpu", threads=cfg.threads)
     torch.manual_seed(0)
-    policy, suite, run = load_policy(Path(cfg.checkpoint), cfg.which, ranks)
-    if cfg.eval_decode is not None:
-        policy.eval_decode = cfg.eval_decode
-    first = suite.splits["eval"].start + cfg.first_state
-    ids = range(first, first + cfg.episodes)
-    chunk_size = run["config"].chunk_size
-    results = run_episodes(
-        policy,
-        suite.simulators(cfg.num_envs),
-        ids,
-        chunk_size=chunk_size,
-        perturbation=cfg.perturbation,
-    )
-    table = summarise(results, suite.meta)
-    settings = OmegaConf.to_container(run["config"].policy, resolve=True)
-    report = table | {
-        "checkpoint": run["checkpoint"].name,
-        "algorithm": run["config"].algo.name,
-        "settings": {
-            **settings,
-            "eval_decode": policy.eval_decode,
-            "perturbation": cfg.perturbation,
-            "first_init_state_id": first,
-        },
-        "versions": fingerprint(),
-        "results": as_rows(results),
-    }
-    print_table(table, f"{cfg.checkpoint} ({run['checkpoint'].name})")
-    if cfg.out is not None:
-        Path(cfg.out).write_text(json.dumps(report, indent=1))
-    if cfg.video is not None:
-        shown = range(first, first + cfg.video_episodes)
-        film(policy, suite.simulators(1), shown, Path(cfg.video), chunk_size=chunk_size)
+    subject = open_run(Path(cfg.checkpoint), cfg.eval_decode)
+    simulators = subject.suite.simulators(cfg.num_envs)
+    if cfg.watch:
+        watch(subject, simulators, cfg, ranks)
+    else:
+        path = choose_checkpoint(subject, cfg.which, ranks)
+        report = evaluate(subject, simulators, path, cfg, ranks)
+        if ranks.is_main:
+            print_report(report, f"{cfg.checkpoint} ({path.name})")
+            if cfg.out is not None:
+                write_json(Path(cfg.out), report)
+            if cfg.video is not None:
+                make_film(subject, cfg)
+    simulators.close()
     ranks.stop()
+
+
+def make_film(subject: Subject, cfg: DictConfig) -> None:
+    """Film the first episodes of the list."""
+    first = subject.suite.splits["eval"].start + cfg.first_state
+    shown = range(first, first + cfg.video_episodes)
+    alone = subject.suite.simulators(1)
+    film(subject.policy, alone, shown, Path(cfg.video), chunk_size=subject.config.chunk_size)
+    alone.close()
 
 
 if __name__ == "__main__":

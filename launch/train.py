@@ -2,12 +2,15 @@
 
 The only place that knows Hydra: it composes ``conf/``, checks what can be checked before any
 process starts, and hands plain objects to a loop of ``torchrl_vla.loops``.
+
+Exit codes: 0 the run is over; 75 it was asked to stop (SIGTERM or SIGUSR1 on any rank), has saved
+and can be resumed; anything else is an error. torchrun itself ends with 1 when its ranks end with
+75: ``stopped.json`` in the run folder says so, too.
 """
 
 from __future__ import annotations
 
 import os
-import signal
 import sys
 import time
 from datetime import timedelta
@@ -23,6 +26,7 @@ except RuntimeError as error:
     sys.exit(str(error))
 
 import hydra
+import torch
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
@@ -30,8 +34,13 @@ from torchrl_vla import topology
 from torchrl_vla.actors import die_with_parent
 from torchrl_vla.loops import on_policy
 from torchrl_vla.loops.check import check_ratio
-from torchrl_vla.loops.run import Budget, EvaluationPlan, Run
+from torchrl_vla.loops.plans import Budget, CheckpointPlan, EvaluationPlan
+from torchrl_vla.loops.run import Run, write_json
 from torchrl_vla.report import CURVE_FILE, write_page
+from torchrl_vla.signals import RESUME_ME, StopSignals
+
+STOPPED_FILE = "stopped.json"
+"""Is in the folder of a run that was asked to stop, until it is resumed."""
 
 
 def new_folder(root: Path, name: str) -> Path:
@@ -52,10 +61,21 @@ def choose_folder(cfg: DictConfig) -> tuple[Path, bool]:
     """Return the run folder and whether there is something in it to resume.
 
     Raises:
-        ValueError: ``resume`` is unknown, or ``run_dir`` holds a run and resume is off.
+        ValueError: ``resume`` is no run folder, or ``run_dir`` holds a run and resume is off.
     """
     if cfg.resume not in ("never", "auto"):
-        raise ValueError(f"resume={cfg.resume!r} is unknown; use resume=never or resume=auto")
+        folder = Path(cfg.resume)
+        if not (folder / "config.yaml").exists():
+            raise ValueError(
+                f"resume={cfg.resume!r}: use never, auto, or the folder of a run (that has a "
+                "config.yaml)"
+            )
+        if cfg.run_dir is not None and Path(cfg.run_dir).absolute() != folder.absolute():
+            raise ValueError(
+                f"resume={cfg.resume} and run_dir={cfg.run_dir} are two folders; a run goes on in "
+                "its own: leave run_dir=null"
+            )
+        return folder, True
     if cfg.run_dir is None:
         if cfg.resume == "auto":
             runs = sorted(Path("runs").glob(f"{cfg.algo.name}-*"), key=lambda p: p.stat().st_mtime)
@@ -79,6 +99,7 @@ def build_run(cfg: DictConfig, ranks: topology.Topology) -> tuple[Run, bool]:
     """Agree on the folder over all ranks, write the config there and build the run."""
     folder, resume = ranks.broadcast_object(choose_folder(cfg) if ranks.is_main else None)
     if ranks.is_main:
+        (folder / STOPPED_FILE).unlink(missing_ok=True)
         OmegaConf.save(cfg, folder / "config.yaml", resolve=True)
     policy = OmegaConf.to_container(cfg.policy, resolve=True)
     run = Run(
@@ -90,11 +111,29 @@ def build_run(cfg: DictConfig, ranks: topology.Topology) -> tuple[Run, bool]:
         evaluation=EvaluationPlan(**cfg.evaluation),
         algorithm=cfg.algo.name,
         settings={"policy": policy, "chunk_size": cfg.chunk_size, "seed": cfg.seed},
-        save_minutes=cfg.save_minutes,
+        saves=CheckpointPlan(**cfg.checkpoint),
+        deterministic=cfg.topology.deterministic,
         display=cfg.logger.display,
         report=leave_report,
     )
     return run, resume
+
+
+def leave(run: Run, stop: StopSignals) -> None:
+    """Exit with the code for a run that was asked to stop, if it was; its last act."""
+    if not run.interrupted:
+        return
+    asked = None if stop.received is None else stop.received.name
+    if run.topology.is_main:
+        facts = {"signal": asked, "update": run.counters["updates"], "exit_code": RESUME_ME}
+        write_json(run.folder / STOPPED_FILE, facts)
+        print(
+            f"asked to stop ({asked or 'on another rank'}): saved at update {facts['update']}; "
+            f"go on with run_dir={run.folder} resume=auto",
+            flush=True,
+        )
+    run.topology.stop()
+    sys.exit(RESUME_ME)
 
 
 def choose_check(cfg: DictConfig, loop: partial[None]) -> partial[bool]:
@@ -117,9 +156,18 @@ def choose_check(cfg: DictConfig, loop: partial[None]) -> partial[bool]:
 def main(cfg: DictConfig) -> None:
     """Compose, check, train."""
     OmegaConf.resolve(cfg)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     if topology.under_torchrun():
         die_with_parent(os.getppid())  # torchrun may be killed without a chance to tell us
+    resumable = "gamma" in cfg and cfg.check is None
+    with StopSignals(graceful=resumable) as stop:
+        train(cfg, stop)
+
+
+def train(cfg: DictConfig, stop: StopSignals) -> None:
+    """Join the ranks, build the run and let the loop do it."""
+    if cfg.topology.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # or cuBLAS is not
+        torch.use_deterministic_algorithms(True)
     ranks = topology.start(
         cfg.topology.device,
         replicate=cfg.topology.replicate,
@@ -127,6 +175,7 @@ def main(cfg: DictConfig) -> None:
         timeout=timedelta(minutes=cfg.topology.timeout_minutes),
     )
     run, resume = build_run(cfg, ranks)
+    run.stop_asked = stop.asked
     shared = {"seed": cfg.seed, "make_policy": instantiate(cfg.policy)}
     if "gamma" in cfg:
         shared |= {"gamma": cfg.gamma, "resume": resume}
@@ -137,6 +186,7 @@ def main(cfg: DictConfig) -> None:
         sys.exit(0 if passed else 1)
     with run.screen:
         loop(run, **shared)
+    leave(run, stop)
     ranks.stop()
 
 

@@ -9,9 +9,9 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PACKAGE = "torchrl_vla"
 FLOORS = (
-    ("schema",),
+    ("schema", "signals"),
     ("topology",),
-    ("envs", "policies", "objectives", "storage"),
+    ("envs", "policies", "objectives", "storage", "serving"),
     ("actors", "learner", "checkpoint", "metrics", "replay", "data", "video", "progress"),
     ("evaluate",),
     ("loops", "report"),
@@ -153,7 +153,7 @@ def test_no_drawers():
 
 def test_ranks_are_read_in_one_file():
     readers = [path.name for path in sources() if strings(path) & RANKS]
-    assert readers == ["topology.py"]
+    assert readers == ["environment.py"]
 
 
 def test_slurm_is_the_launchers_business():

@@ -20,7 +20,7 @@ ROOT = Path(__file__).parent.parent
 CONF = ROOT / "conf"
 FILES = sorted(CONF.rglob("*.yaml"))
 ALGORITHMS = sorted(path.stem for path in (CONF / "algo").glob("*.yaml"))
-ON_POLICY = ("ppo", "grpo", "rloo", "reinforce_pp", "ppo_gaussian")
+ON_POLICY = ("ppo", "ppo_async", "grpo", "rloo", "reinforce_pp", "ppo_gaussian")
 
 
 def load_program(name: str):
@@ -69,10 +69,12 @@ def test_every_algorithm_composes_and_fits_its_loop(algorithm: str):
     EvaluationPlan(**cfg.evaluation)
     make_policy = instantiate(cfg.policy)
     suite = instantiate(cfg.env)
-    weights = "shipped" if algorithm != "ground" else None
-    assert cfg.policy.weights == weights
+    tiny = cfg.policy._target_ == "torchrl_vla.policies.tiny.make_policy"
+    assert cfg.policy.weights == ("shipped" if tiny and algorithm != "ground" else None)
     policy = make_policy(suite.meta)
-    assert policy.model.model.chunk_size == cfg.chunk_size
+    flow = cfg.policy.head == "flow"
+    steps = policy.actor.head.real[0] if flow else policy.model.model.chunk_size
+    assert steps == cfg.chunk_size
     loop = instantiate(OmegaConf.masked_copy(cfg.algo, [k for k in cfg.algo if k != "name"]))
     assert isinstance(loop, partial)
     shared = {"seed": cfg.seed, "make_policy": make_policy}
@@ -253,3 +255,8 @@ def test_resume_finds_the_last_run_of_the_algorithm(
     assert choose(resume="auto", run_dir=str(new)) == (new, False)
     with pytest.raises(ValueError, match="holds a run"):
         choose(run_dir=str(folder))
+    assert choose(resume=str(folder)) == (folder, True)
+    with pytest.raises(ValueError, match=r"resume='.*new': use never, auto, or the"):
+        choose(resume=str(new))
+    with pytest.raises(ValueError, match="are two folders"):
+        choose(resume=str(folder), run_dir=str(new))

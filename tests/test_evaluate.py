@@ -19,6 +19,7 @@ from torchrl_vla.evaluate import (
     as_rows,
     film,
     fingerprint,
+    list_of,
     perturb,
     run_episodes,
     summarise,
@@ -60,12 +61,13 @@ def test_results_do_not_depend_on_the_number_of_simulators(tabletop, decode: str
     suite, ids = tabletop
     policy = make_policy(suite.meta, eval_decode=decode)
     results = []
-    for number, num_envs in enumerate((1, 4, 10)):
+    for number, num_envs in enumerate((1, 4, 10, 4)):  # the last is a second run
         torch.manual_seed(number)  # nor on the state of the global generator
         simulators = suite.simulators(num_envs)
         results.append(run_episodes(policy, simulators, ids, chunk_size=4))
         simulators.close()
-    assert results[0] == results[1] == results[2]
+    assert results[0] == results[1] == results[2] == results[3]
+    assert len({r.trace for r in results[0]}) == len(ids)  # equal to the bit, not by chance
     assert [r.init_state_id for r in results[0]] == list(ids)
     # contact physics tells the slightest difference by the number of steps
     assert len({r.env_steps for r in results[0]}) > 1
@@ -83,6 +85,35 @@ def test_sampled_decisions_depend_on_state_and_decision_only():
     assert run(IDS[5:9], 2, 2) == whole[5:9]
     # the noise of two episodes of one task is not the same noise
     assert len({r.env_steps for r in whole if r.task_id == whole[0].task_id}) > 1
+
+
+def test_another_seed_is_another_sample_and_only_that():
+    def run(seed, noise=0.3):
+        simulators = CounterSuite(goal=3.0).simulators(2)
+        return run_episodes(Obey(noise=noise), simulators, IDS[:4], chunk_size=4, seed=seed)
+
+    assert run(1) == run(1)
+    assert [r.seed for r in run(1)] == [1] * 4
+    assert {r.trace for r in run(1)}.isdisjoint(r.trace for r in run(0))
+    assert [r.trace for r in run(1, 0.0)] == [r.trace for r in run(0, 0.0)]
+
+
+def test_the_list_names_what_was_run_and_not_how_it_went():
+    def listed(results, meta=META):
+        return list_of(results, meta)["sha256"]
+
+    base = [result(0, 0, "success"), result(1, 2, "time out")]
+    assert listed(base) == listed([result(1, 2, "success"), result(0, 0, "failure")])
+    others = [
+        base[:1],
+        [result(0, 0, "success"), result(2, 2, "time out")],
+        [result(0, 1, "success"), result(1, 2, "time out")],
+        [dataclasses.replace(r, seed=1) for r in base],
+    ]
+    assert len({listed(other) for other in [base, *others]}) == 5
+    assert listed(base, dataclasses.replace(META, max_steps=13)) != listed(base)
+    named = list_of(base, META)
+    assert (named["suite"], named["cases"], named["max_steps"]) == ("counter", 2, 12)
 
 
 def test_decisions_are_computed_on_one_thread_and_the_rest_is_left_alone():
@@ -148,6 +179,12 @@ def test_outcomes_and_steps():
         ("time out", False, 12),
         ("time out", False, 12),
     ]
+
+
+def test_an_episode_that_the_suite_cuts_off_ran_out_of_time():
+    suite = CounterSuite(cuts=(5,))
+    (cut,) = run_episodes(Obey(), suite.simulators(1), IDS[:1], chunk_size=4)
+    assert (cut.outcome, cut.success, cut.env_steps) == ("time out", False, 5)
 
 
 def test_no_initial_states():

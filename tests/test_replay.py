@@ -1,7 +1,8 @@
-"""The learner's draws: shares, cached features, the ring, and rows that are still being written."""
+"""The learner's draws: shares, cached features, the ring, several writers, dead writers, resume."""
 
 import multiprocessing
-import threading
+import os
+import signal
 
 import pytest
 import torch
@@ -15,10 +16,14 @@ from torchrl_vla.data.demonstrations import decision_transitions, record
 from torchrl_vla.envs.chunked import ChunkedEnv, InitStateStream
 from torchrl_vla.objectives.critics import FEATURES, OUTCOME
 from torchrl_vla.policies.tiny import make_policy
-from torchrl_vla.replay import ReplayFeed, Sampling, make_replay, n_step
+from torchrl_vla.replay import ReplayFeed, Sampling, make_replay
+from torchrl_vla.storage.buffer import STEPS, walk
+from torchrl_vla.storage.lane import LaneWriter
+from torchrl_vla.storage.layout import transition_layout
 
 CAPACITY = 20
 SUITE = CounterSuite(lengths=(7, 3))
+LAYOUT = transition_layout(SUITE.meta, 2)
 
 
 def collect(decisions, seed=0):
@@ -41,13 +46,13 @@ def demonstrations():
     return decision_transitions(record(suite.simulators(1), range(4)), 2, 0.5)
 
 
-def make(tmp_path, **settings):
-    replay = make_replay(tmp_path / "replay", CAPACITY)
+def make(tmp_path, replay=None, **settings):
+    if replay is None:
+        replay = make_replay(tmp_path / "replay", CAPACITY, LAYOUT)
     names = Sampling.__dataclass_fields__
     rule = {"batch_size": 8, "demonstration_share": 0.5}
     rule |= {key: value for key, value in settings.items() if key in names}
     given = {
-        "capacity": CAPACITY,
         "demonstrations": demonstrations(),
         "encode": None,
         "seed": 0,
@@ -167,7 +172,6 @@ def test_the_ring_wraps(tmp_path, encode):
         first = max(start, end - CAPACITY)
         assert noted[schema.POLICY_VERSION].flatten().tolist() == list(range(first, end))
         assert feed.absorb() is None
-        assert feed.seen == end
         assert len(feed) == min(end, CAPACITY)
         alive = set(range(max(0, end - CAPACITY), end))
         drawn = set()
@@ -182,56 +186,111 @@ def test_the_ring_wraps(tmp_path, encode):
         assert len(drawn) > len(alive) // 2
 
 
-def write_slowly(replay, parts, counted, go):
-    """Write in a process that pauses between taking its places and filling them."""
-    put = replay.storage.set
-
-    def slow(*args, **kwargs):
-        counted.release()
-        assert go.acquire(timeout=100)
-        return put(*args, **kwargs)
-
-    replay.storage.set = slow
-    for part in parts:
-        replay.extend(part)
-
-
-def test_rows_that_are_still_being_written_are_not_read(tmp_path):
-    replay, feed = make(tmp_path, demonstration_share=0.0, encode=read_state)
-    rows = collect(12)
+def die_inside(replay, rows):
+    """Be killed in the middle of the second write."""
     replay.extend(rows[:4])
-    feed.absorb()
-    context = multiprocessing.get_context("spawn")
-    counted, go = context.Semaphore(0), context.Semaphore(0)
-    parts = [rows[4:8], rows[8:]]
-    writer = context.Process(target=write_slowly, args=(replay, parts, counted, go))
+    place = LaneWriter._place
+
+    def die(*args):
+        placed = place(*args)
+        os.kill(os.getpid(), signal.SIGKILL)
+        return placed
+
+    LaneWriter._place = die
+    replay.extend(rows[4:])
+
+
+@pytest.mark.parametrize("encode", [None, read_state])
+def test_a_writer_that_dies_inside_a_write_blocks_nobody(tmp_path, encode):
+    replay = make_replay(tmp_path / "replay", CAPACITY, LAYOUT, lanes=2)
+    _, feed = make(tmp_path, replay, demonstration_share=0.0, encode=encode)
+    rows = collect(12)
+    writer = multiprocessing.get_context("fork").Process(target=die_inside, args=(replay, rows))
     writer.start()
-    try:
-        assert counted.acquire(timeout=100)
-        assert feed.absorb() is None
-        assert len(feed) == 4
-        go.release()
-        assert counted.acquire(timeout=100)  # it is inside the second part now
-        writer.kill()
-        writer.join()
-        # The killed writer took the lock with it: nothing to read, and no endless wait either.
-        assert feed.absorb() is None
-    finally:
-        writer.kill()
-    assert torch.equal(replay[4:8][schema.STATE], rows[4:8][schema.STATE])
+    writer.join(timeout=100)
+    assert writer.exitcode == -signal.SIGKILL
+    assert feed.absorb()[schema.POLICY_VERSION].flatten().tolist() == [0, 1, 2, 3]
+    assert set(feed.sample()[schema.POLICY_VERSION].flatten().tolist()) <= {0, 1, 2, 3}
+    replay.extend(rows[4:8])  # this process takes over the dead one's lane
+    assert feed.absorb()[schema.POLICY_VERSION].flatten().tolist() == [4, 5, 6, 7]
+    assert len(feed) == 8
+
+
+def test_rows_of_several_writers_are_drawn_alike(tmp_path):
+    replay = make_replay(tmp_path / "replay", CAPACITY, LAYOUT, lanes=2)
+    _, feed = make(tmp_path, replay, demonstration_share=0.0, encode=read_state, batch_size=1000)
+    rows = collect(10)
+    lanes = [replay.for_lane(lane) for lane in (1, 0)]
+    lanes[0].extend(rows[:8])
+    lanes[1].extend(rows[8:])
+    # lane by lane, whoever wrote first
+    assert feed.absorb()[schema.POLICY_VERSION].flatten().tolist() == [8, 9, *range(8)]
+    drawn = feed.sample()[schema.POLICY_VERSION].flatten().bincount(minlength=10)
+    # 1000 draws of 10 rows: 100 each, standard deviation 9.5
+    assert (drawn - 100).abs().max() < 5 * 9.5
+    with pytest.raises(RuntimeError, match=r"lane 1 of .* is written by process"):
+        replay.for_lane(1).extend(rows[:1])
+
+
+def test_a_feed_goes_on_with_the_rows_that_were_counted(tmp_path):
+    rule = {"demonstration_share": 0.0, "encode": read_state}
+    replay, feed = make(tmp_path, **rule)
+    rows = collect(14)
+    replay.extend(rows[:6])
+    feed.absorb()
+    replay.extend(rows[6:8])  # written, and not yet counted
+    cursor = feed.cursor()
+    replay.extend(rows[8:12])
+    replay.storage.release()
+    again = make_replay(tmp_path / "replay", CAPACITY, LAYOUT, existing="reuse", cursor=cursor)
+    _, other = make(tmp_path, again, **rule)
+    assert other.absorb()[schema.POLICY_VERSION].flatten().tolist() == list(range(6))
+    assert set(other.sample()[schema.POLICY_VERSION].flatten().tolist()) <= set(range(6))
+    again.extend(rows[6:9])  # the episode goes on where the cursor cut it
+    assert len(other.absorb()) == 3
+    assert len(other) == 9
+    again.storage.release()
+    emptied = make_replay(tmp_path / "replay", CAPACITY, LAYOUT, existing="empty")
+    assert len(emptied) == 0
+    emptied.extend(rows)
+    assert len(emptied) == 14
+
+
+def test_draws_after_a_restart_are_those_of_an_uninterrupted_feed(tmp_path):
+    rule = {"demonstration_share": 0.25, "encode": read_state, "n_steps": 3, "gamma": 0.5}
+    rows = collect(18)
+    taken = []
+    for restarts in (False, True):
+        replay, feed = make(tmp_path / str(restarts), **rule)
+        replay.extend(rows[:12])
+        feed.absorb()
+        for _ in range(3):
+            feed.sample()
+        if restarts:
+            cursor, state = feed.cursor(), feed.generator.get_state()
+            replay.extend(rows[12:])  # lost
+            replay.storage.release()
+            folder = replay.storage.folder
+            replay = make_replay(folder, CAPACITY, LAYOUT, existing="reuse", cursor=cursor)
+            _, feed = make(tmp_path, replay, **rule)
+            feed.absorb()
+            feed.generator.set_state(state)
+        replay.extend(rows[12:16])
+        feed.absorb()
+        taken.append(torch.cat([feed.sample() for _ in range(5)]))
+    assert (taken[0] == taken[1]).all()
 
 
 def test_a_folder_with_something_in_it_is_refused(tmp_path):
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "old.memmap").write_bytes(b"x")
-    with pytest.raises(FileExistsError, match=r"full is not empty; give the run a new folder"):
-        make_replay(tmp_path / "full", 10)
+    with pytest.raises(FileExistsError, match=r"full is not empty and no replay"):
+        make_replay(tmp_path / "full", 10, LAYOUT)
     assert (tmp_path / "full" / "old.memmap").read_bytes() == b"x"
     (tmp_path / "empty").mkdir()
-    make_replay(tmp_path / "empty", 10).extend(collect(2))
-    assert any((tmp_path / "empty").iterdir())
-    with pytest.raises(FileExistsError):
-        make_replay(tmp_path / "empty", 10)
+    make_replay(tmp_path / "empty", 10, LAYOUT).extend(collect(2))
+    with pytest.raises(FileExistsError, match="holds the replay of an earlier run"):
+        make_replay(tmp_path / "empty", 10, LAYOUT)
 
 
 @pytest.mark.parametrize(
@@ -252,7 +311,7 @@ def test_settings_out_of_range(tmp_path, settings, message):
 
 def test_capacity_below_one(tmp_path):
     with pytest.raises(ValueError, match="capacity is 0"):
-        make_replay(tmp_path / "replay", 0)
+        make_replay(tmp_path / "replay", 0, LAYOUT)
 
 
 def test_an_empty_replay_has_nothing_to_draw(tmp_path):
@@ -269,6 +328,7 @@ def test_void_rows_are_refused_at_both_doors(tmp_path):
     with pytest.raises(ValueError, match=r"demonstrations into the replay: .*diverged"):
         make(tmp_path / "a", demonstrations=void)
     replay, feed = make(tmp_path / "b")
+    assert feed.absorb() is None
     rows = collect(4)
     rows[schema.SIM_ERROR][2] = True
     replay.extend(rows)
@@ -285,78 +345,75 @@ def rows_of(episodes: list[list[tuple[float, int, bool]]]) -> TensorDict:
     out = TensorDict(batch_size=[len(flat)])
     out[schema.EPISODE_ID], out[schema.DECISION] = episode, decision
     out[schema.REWARD], out[schema.NUM_EXECUTED] = reward.float(), executed
-    out[schema.DONE] = out[schema.TERMINATED] = done
-    out["next", "features"] = torch.arange(len(flat)).float()[:, None]
+    out[schema.DONE] = done
     return out
 
 
-def test_n_step_looks_ahead_inside_an_episode_only():
+def walked(rows, n, gamma):
+    """Walk over all rows, where a row is followed by the next one of its episode."""
+    episode, decision = rows[schema.EPISODE_ID][:, 0], rows[schema.DECISION][:, 0]
+
+    def following(index):
+        then = (index + 1).clamp(max=len(rows) - 1)
+        there = (episode[then] == episode[index]) & (decision[then] == decision[index] + 1)
+        return then, there
+
+    def columns(index, keys):
+        return rows.select(*keys)[index]
+
+    total, steps, last = walk(columns, following, torch.arange(len(rows)), n, gamma)
+    return total[:, 0].tolist(), steps[:, 0].tolist(), last.tolist()
+
+
+def test_a_walk_stays_inside_an_episode():
     # gamma 0.5 per control step; episode 0: rewards 0, 0, 1 with 2, 2, 1 steps; episode 1 goes on.
     rows = rows_of([[(0, 2, False), (0, 2, False), (1, 1, True)], [(0, 2, False), (3, 2, False)]])
-    out = n_step(rows, 2, 0.5)
-    # row 0: 0 + 0.5^2 * 0 = 0 over 4 steps, next of row 1; row 1: 0 + 0.5^2 * 1 over 3 steps, next
-    # of row 2; row 2: its own; row 3: 0 + 0.5^2 * 3 over 4 steps; row 4 is the last: its own.
-    assert out[schema.REWARD][:, 0].tolist() == [0.0, 0.25, 1.0, 0.75, 3.0]
-    assert out["steps_to_next_obs"][:, 0].tolist() == [4, 3, 1, 4, 2]
-    assert out["next", "features"][:, 0].tolist() == [1, 2, 2, 4, 4]
-    assert out[schema.TERMINATED][:, 0].tolist() == [False, True, True, False, False]
-    # n = 3 from row 0: 0 + 0 + 0.5^4 * 1 over 5 steps.
-    out = n_step(rows, 3, 0.5)
-    assert out[schema.REWARD][0].item() == 0.0625
-    assert out["steps_to_next_obs"][0].item() == 5
+    # row 0: 0 + 0.5^2 * 0 = 0 over 4 steps, to row 1; row 1: 0 + 0.5^2 * 1 over 3 steps, to row 2;
+    # row 2: its own; row 3: 0 + 0.5^2 * 3 over 4 steps; row 4 is the last: its own.
+    total, steps, last = walked(rows, 2, 0.5)
+    assert total == [0.0, 0.25, 1.0, 0.75, 3.0]
+    assert steps == [4, 3, 1, 4, 2]
+    assert last == [1, 2, 2, 4, 4]
+    # n = 3 from row 0: 0 + 0.5^4 * 1 over 5 steps.
+    total, steps, last = walked(rows, 3, 0.5)
+    assert (total[0], steps[0], last[0]) == (0.0625, 5, 2)
     assert rows[schema.REWARD][:, 0].tolist() == [0, 0, 1, 0, 3]  # the input is left alone
+    assert walked(rows, 1, 0.9)[0] == [0, 0, 1, 0, 3]
+    with pytest.raises(ValueError, match="n is 0"):
+        walked(rows, 0, 0.9)
 
 
-def test_one_step_changes_nothing_but_the_discount_exponent():
-    rows = rows_of([[(0, 4, False), (1, 3, True)]])
-    out = n_step(rows, 1, 0.9)
-    assert torch.equal(out[schema.REWARD], rows[schema.REWARD])
-    assert torch.equal(out["steps_to_next_obs"], rows[schema.NUM_EXECUTED])
-
-
-def test_a_gap_in_the_decisions_is_not_bridged():
+def test_a_walk_does_not_bridge_a_gap():
     rows = rows_of([[(0, 4, False), (5, 4, False), (7, 4, False)]])
     rows = rows[torch.tensor([0, 2])]  # the decision between them was void
-    assert n_step(rows, 2, 0.9)[schema.REWARD][:, 0].tolist() == [0.0, 7.0]
+    assert walked(rows, 2, 0.9)[0] == [0.0, 7.0]
 
 
-def test_images_are_not_read_while_a_row_is_being_written(tmp_path):
-    replay, feed = make(tmp_path, demonstration_share=0.0)
-    rows = collect(8)
-    replay.extend(rows[:4])
-    feed.absorb()
-    context = multiprocessing.get_context("spawn")
-    counted, go = context.Semaphore(0), context.Semaphore(0)
-    writer = context.Process(target=write_slowly, args=(replay, [rows[4:]], counted, go))
-    writer.start()
-    try:
-        assert counted.acquire(timeout=100)  # it has its places and has not filled them
-        timer = threading.Timer(0.5, go.release)
-        timer.start()
-        batch = feed.sample()  # waits for the writer
-        assert writer.exitcode is None or writer.exitcode == 0
-    finally:
-        writer.join(timeout=100)
-        writer.kill()
-    state = batch[schema.STATE]
-    assert torch.equal(state[:, 1], batch[schema.IMAGE][:, 0, 0, 0, 0].float())
-    # what the draw noted on its way is not lost for the loop
-    assert feed.seen == 8
-    assert feed.absorb()[schema.POLICY_VERSION].flatten().tolist() == [4, 5, 6, 7]
-
-
-def test_a_writer_that_died_with_the_lock_is_named(tmp_path):
-    replay, feed = make(tmp_path, demonstration_share=0.0)
-    replay.extend(collect(4))
-    feed.absorb()
-
-    class Held:
-        def acquire(self, timeout):
-            return False
-
-    replay._write_lock = Held()
-    with pytest.raises(RuntimeError, match="a writer has held the replay for 30 s"):
-        feed.sample()
+@pytest.mark.parametrize("part", [1, 4, 30])
+def test_online_rows_look_ahead_however_they_arrived(tmp_path, part):
+    n, gamma = 3, 0.5
+    replay, feed = make(tmp_path, encode=read_state, n_steps=n, gamma=gamma)
+    rows = collect(27)
+    for few in rows.split(part):
+        replay.extend(few)
+        feed.absorb()
+    for _ in range(20):
+        for row in feed.sample().unbind(0):
+            start = int(row[schema.POLICY_VERSION])
+            if start < 0:  # demonstrations do not look ahead
+                assert int(row[STEPS]) == int(row[schema.NUM_EXECUTED])
+                continue
+            total, steps, last = 0.0, 0, start
+            for last in range(start, min(start + n, 27)):
+                total += gamma**steps * float(rows[last][schema.REWARD])
+                steps += int(rows[last][schema.NUM_EXECUTED])
+                if rows[last][schema.DONE]:
+                    break
+            assert float(row[schema.REWARD]) == pytest.approx(total)
+            assert int(row[STEPS]) == steps
+            assert torch.equal(row["next", FEATURES][:3], rows[last]["next", *schema.STATE])
+            assert torch.equal(row[schema.TERMINATED], rows[last][schema.TERMINATED])
+            assert torch.equal(row[schema.CHUNK], rows[start][schema.CHUNK])
 
 
 def test_rows_carry_the_outcome_of_their_episode(tmp_path):

@@ -73,12 +73,18 @@ def rows_of(*given: tuple[int, int, int, bool, bool]) -> TensorDict:
     out = TensorDict(batch_size=[len(given)])
     out[schema.EPISODE_ID], out[schema.TASK_ID] = episode, task
     out[schema.POLICY_VERSION], out[schema.DONE], out[schema.SUCCESS] = version, done, success
+    out[schema.DECISION] = torch.zeros(len(given), 1, dtype=torch.int64)
     return out
 
 
+def note(ledger: Ledger, index: torch.Tensor, rows: TensorDict) -> None:
+    ledger.note(index, rows, then=index)
+
+
 def test_outcomes_become_known_when_the_episode_ends():
-    ledger = Ledger(capacity=6, extra=0, tasks=2)
-    ledger.note(
+    ledger = Ledger(places=6, extra=0, tasks=2)
+    note(
+        ledger,
         torch.arange(4),
         rows_of(
             (1, 0, 0, False, False),
@@ -91,35 +97,45 @@ def test_outcomes_become_known_when_the_episode_ends():
     assert ledger.outcome[:4, 0].tolist() == [1, -1, 1, -1]
     assert ledger.classes.of_row[:4].tolist() == [SUCCESS, 3 + UNKNOWN, SUCCESS, 3 + UNKNOWN]
     assert not ledger.known(FAILURE)
-    ledger.note(torch.tensor([4]), rows_of((2, 1, 1, True, False)))
+    note(ledger, torch.tensor([4]), rows_of((2, 1, 1, True, False)))
     assert ledger.outcome[:5, 0].tolist() == [1, 0, 1, 0, 0]
     assert ledger.known(FAILURE)
     assert set(ledger.draw(50, (FAILURE,), False, GENERATOR).tolist()) == {1, 3, 4}
 
 
 def test_the_ring_takes_rows_out_of_their_classes():
-    ledger = Ledger(capacity=3, extra=0, tasks=1)
-    ledger.note(torch.arange(3), rows_of(*[(1, 0, 0, False, False)] * 2, (1, 0, 0, False, False)))
+    ledger = Ledger(places=3, extra=0, tasks=1)
+    note(ledger, torch.arange(3), rows_of(*[(1, 0, 0, False, False)] * 2, (1, 0, 0, False, False)))
     # row 0 is overwritten by another episode before episode 1 ends at row 1
-    ledger.note(torch.tensor([0]), rows_of((2, 0, 1, False, False)))
-    ledger.note(torch.tensor([1]), rows_of((1, 0, 1, True, True)))
+    note(ledger, torch.tensor([0]), rows_of((2, 0, 1, False, False)))
+    note(ledger, torch.tensor([1]), rows_of((1, 0, 1, True, True)))
     assert ledger.outcome[:, 0].tolist() == [-1, 1, 1]
     assert ledger.classes.of_row.tolist() == [UNKNOWN, SUCCESS, SUCCESS]
 
 
 def test_forgotten_rows_stay_forgotten_when_their_episode_ends():
-    ledger = Ledger(capacity=8, extra=0, tasks=1)
-    ledger.note(torch.arange(3), rows_of(*[(1, 0, v, False, False) for v in (0, 2, 1)]))
+    ledger = Ledger(places=8, extra=0, tasks=1)
+    note(ledger, torch.arange(3), rows_of(*[(1, 0, v, False, False) for v in (0, 2, 1)]))
     ledger.forget_older(2)  # versions are not sorted: rows 0 and 2
     assert ledger.classes.of_row[:3].tolist() == [-1, UNKNOWN, -1]
-    ledger.note(torch.tensor([3]), rows_of((1, 0, 3, True, True)))
+    note(ledger, torch.tensor([3]), rows_of((1, 0, 3, True, True)))
     assert ledger.classes.of_row[:4].tolist() == [-1, SUCCESS, -1, SUCCESS]
 
 
+def test_forgotten_places_are_in_no_class():
+    ledger = Ledger(places=4, extra=0, tasks=0)
+    note(ledger, torch.arange(3), rows_of(*[(1, 0, 0, False, False)] * 3))
+    ledger.forget(torch.tensor([0, 2, 3]))
+    assert ledger.rows == 1
+    assert set(ledger.draw(20, (SUCCESS,), False, GENERATOR).tolist()) == {1}
+    note(ledger, torch.tensor([1, 2]), rows_of((2, 0, 1, True, True), (2, 0, 1, False, False)))
+    assert ledger.rows == 2
+
+
 def test_void_episodes_do_not_pile_up():
-    ledger = Ledger(capacity=4, extra=0, tasks=0)
+    ledger = Ledger(places=4, extra=0, tasks=0)
     for number in range(50):  # none of them ever ends
-        ledger.note(torch.tensor([number % 4]), rows_of((number, 0, 0, False, False)))
+        note(ledger, torch.tensor([number % 4]), rows_of((number, 0, 0, False, False)))
     assert len(ledger._open) <= 5
 
 

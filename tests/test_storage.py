@@ -1,6 +1,7 @@
 """A journal against a naive list: what is found, its ``next``, after wraps, ends and re-opening."""
 
 import multiprocessing
+import threading
 import time
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from faults.storage_rows import LAYOUT, Stream, assert_whole, length, pairs_of, rows
 
 from torchrl_vla import schema
+from torchrl_vla.storage import lane as lane_module
 from torchrl_vla.storage.finder import RowGoneError
 from torchrl_vla.storage.journal import JournalStorage
 from torchrl_vla.storage.lane import ALLOCATED, COMMITTED
@@ -109,6 +111,20 @@ def test_lanes_of_several_writers(tmp_path):
     writers[2].append(rows([(1, 0)]))
     with pytest.raises(RuntimeError, match=r"all 3 lanes .* have a living writer"):
         JournalStorage.attached(storage.folder, LAYOUT).append(rows([(1, 0)]))
+
+
+def test_a_writer_can_have_a_lane_of_its_own(tmp_path):
+    storage = make(tmp_path, lanes=3)
+    second, first = (JournalStorage.attached(storage.folder, LAYOUT, lane) for lane in (2, 1))
+    second.append(rows([(17, 0), (17, 1)]))
+    first.append(rows([(8, 0)]))
+    assert storage.positions() == [0, 1, 2]
+    assert pairs_of(storage[:]) == [(8, 0), (17, 0), (17, 1)]
+    with pytest.raises(RuntimeError, match=r"lane 2 of .* is written by process \d+, which is al"):
+        JournalStorage.attached(storage.folder, LAYOUT, 2).append(rows([(9, 0)]))
+    second.release()
+    JournalStorage.attached(storage.folder, LAYOUT, 2).append(rows([(17, 2)]))
+    assert storage.positions() == [0, 1, 3]
 
 
 def test_new_rows_come_once_and_in_order(tmp_path):
@@ -251,6 +267,32 @@ class TestCursor:
         with pytest.raises(ValueError, match=f"of replay {other.id}, and .* holds replay"):
             reopen(storage, cursor=other.cursor())
 
+    @pytest.mark.parametrize("seed", range(3))
+    def test_it_can_be_of_an_earlier_look(self, tmp_path, seed):
+        # a checkpoint has the rows that were counted, not those that came meanwhile
+        storage, stream, counted = make(tmp_path, capacity=60), Stream(seed), []
+        for _ in range(6):
+            counted += (batch := stream.batch(2))
+            storage.append(rows(batch))
+        seen, now = storage.changes(None), storage.cursor()
+        assert storage.cursor(seen) == now
+        storage.append(rows(stream.batch(4)))
+        then = storage.cursor(seen)
+        assert then == now
+        again = reopen(storage, cursor=then)
+        assert again.lost_rows == 0
+        assert pairs_of(again[:]) == counted[-len(again) :]
+        assert_whole(again[:])
+
+    def test_a_look_that_a_whole_ring_has_passed_gives_no_cursor(self, tmp_path):
+        storage, stream = make(tmp_path), Stream(0)
+        storage.append(rows(stream.batch(2)))
+        seen = storage.changes(None)
+        for _ in range(40):
+            storage.append(rows(stream.batch(4)))
+        with pytest.raises(LookupError, match="row 6 of lane 0 is overwritten"):
+            storage.cursor(seen)
+
     def test_rows_that_never_reached_the_disk_are_counted(self, tmp_path):
         storage = make(tmp_path)
         storage.append(rows([(8, 0), (8, 1), (8, 2)]))
@@ -369,8 +411,16 @@ def test_no_reader_ever_sees_a_torn_row(tmp_path):
     print(f"{read} batches read, {refused} refused, {storage.write_count} rows written")
 
 
-def test_a_process_that_writes_keeps_others_from_opening(tmp_path):
+def test_a_process_that_writes_keeps_others_from_opening(tmp_path, monkeypatch):
     storage = make(tmp_path)
     storage.append(rows([(0, 0)]))
+    monkeypatch.setattr(lane_module, "DYING_SECONDS", 0.2)
     with pytest.raises(RuntimeError, match=r"lane 0 of .* is being written by process \d+"):
         JournalStorage(storage.folder, 40, LAYOUT, existing="reuse")
+
+
+def test_a_writer_that_is_dying_is_waited_for(tmp_path):
+    storage = make(tmp_path)
+    storage.append(rows([(0, 0)]))
+    threading.Timer(0.3, storage.release).start()
+    assert len(JournalStorage(storage.folder, 40, LAYOUT, existing="reuse")) == 1

@@ -29,7 +29,7 @@ def test_an_earlier_replay_is_refused_unless_it_is_meant(tmp_path):
     with pytest.raises(FileExistsError, match=r"/r holds the replay of an earlier run.*'reuse'"):
         make(tmp_path / "r")
     assert len(make(tmp_path / "r", existing="reuse")) == 1
-    with pytest.raises(ValueError, match="existing is 'mix'; use 'refuse' or 'reuse'"):
+    with pytest.raises(ValueError, match="existing is 'mix'; use 'refuse', 'reuse' or 'empty'"):
         make(tmp_path / "r", existing="mix")
     with pytest.raises(ValueError, match="say existing='reuse'"):
         make(tmp_path / "other", cursor={})
@@ -130,6 +130,19 @@ def test_a_small_disk(small_disk, monkeypatch):
         make(small_disk / "r", capacity=20_000)
     assert said.value.errno == errno.ENOSPC
     assert list((small_disk / "r").iterdir()) == []
+
+
+def test_a_disk_that_is_full_later_takes_every_row(small_disk):
+    # Without blocks of their own, pages of sparse files would end this process by SIGBUS.
+    storage = make(small_disk / "r", capacity=4_000)
+    with pytest.raises(OSError, match="No space left"):
+        (small_disk / "filler").write_bytes(b"x" * 4_000_000)
+    for start in range(0, 4_000, 50):
+        storage.append(rows([(8 + 9 * e, 0) for e in range(start, start + 50)]))
+    assert len(storage) >= 2_000  # one observation of two is an end: the ring is full
+    assert_whole(storage[-100:])
+    storage.release()
+    assert len(make(small_disk / "r", capacity=4_000, existing="reuse")) == len(storage)
 
 
 def test_files_have_their_blocks_before_the_first_row(tmp_path):

@@ -96,7 +96,14 @@ def test_replicate_must_divide_ranks(tmp_path: Path):
 
 @pytest.fixture
 def alone(monkeypatch: pytest.MonkeyPatch):
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+    for name in (
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_RANK",
+        "LOCAL_WORLD_SIZE",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+    ):
         monkeypatch.delenv(name, raising=False)
     yield
     if dist.is_initialized():

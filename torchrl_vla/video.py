@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Sequence
+from contextlib import suppress
 from fractions import Fraction
 from pathlib import Path
 from types import TracebackType
@@ -70,12 +71,13 @@ class EpisodeVideo:
         self._shape: tuple[int, ...] | None = None
         self._last: tuple[NDArray[np.uint8], str] | None = None
 
-    def add(self, frame: NDArray[np.uint8], instruction: str = "") -> None:
-        """Write one frame with the instruction below it.
+    def add(self, frame: NDArray[np.uint8], instruction: str = "", note: str = "") -> None:
+        """Write one frame with the instruction, and a note on a line of its own, below it.
 
         Args:
             frame: uint8 RGB ``[h, w, 3]``.
             instruction: what the robot was told.
+            note: what is expected of the state, such as ``"value 0.63"``.
 
         Raises:
             TypeError: not uint8.
@@ -89,7 +91,7 @@ class EpisodeVideo:
                 f"{self._shape}; one video holds one size, open another"
             )
         self._shape = frame.shape
-        self._encode(caption(frame, [instruction], WHITE))
+        self._encode(caption(frame, [instruction, note], WHITE))
         self._last = (frame.copy(), instruction)
 
     def finish(self, outcome: Outcome) -> None:
@@ -129,8 +131,10 @@ class EpisodeVideo:
         """Give up: remove the unfinished file and leave an older one as it was."""
         if self._container is None:
             return
-        self._container.close()
-        self._container = None
+        container, self._container = self._container, None
+        # Closing writes the index of a file that nobody wants; on a full disk it fails.
+        with suppress(OSError, av.FFmpegError):
+            container.close()
         self._temporary.unlink(missing_ok=True)
 
     def __enter__(self) -> Self:

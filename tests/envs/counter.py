@@ -39,6 +39,8 @@ class CounterSuite:
     """Control steps after which an episode terminates; infinite leaves it to the time limit."""
     successes: tuple[bool, ...] = (True,)
     """Whether that end is a success."""
+    cuts: tuple[float, ...] = (math.inf,)
+    """Control steps after which the suite itself cuts an episode off."""
     goal: float = math.inf
     """Sum of the first action's numbers at which an episode terminates with success."""
     broken: tuple[bool, ...] = (False,)
@@ -86,7 +88,8 @@ class Counters:
         ended = self.steps[index] >= self._of(self.suite.lengths, index)
         reached = self.total[index] >= self.suite.goal
         success = reached or (ended and bool(self._of(self.suite.successes, index)))
-        return StepOutcome(float(self.steps[index]), ended or reached, success)
+        cut = self.steps[index] >= self._of(self.suite.cuts, index)
+        return StepOutcome(float(self.steps[index]), ended or reached, success, cut)
 
     def _fail(self, index: int) -> None:
         if self.suite.fault == "hang":

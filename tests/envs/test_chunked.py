@@ -124,6 +124,27 @@ def test_an_end_at_the_time_limit_is_terminated_not_truncated(chunk_size: int):
     assert moved[schema.SUCCESS].item()
 
 
+def test_a_suite_may_cut_an_episode_off():
+    # id % 2: 0 is cut off in step 3, 1 never; the third step of the other is none's end
+    env = make(2, chunk_size=4, cuts=(3, math.inf))
+    moved, td = step(env, env.reset())
+    assert flags(moved) == [(True, False, True), (False, False, False)]
+    assert moved[schema.EXECUTED_MASK].tolist() == [[True, True, True, False], [True] * 4]
+    assert moved[schema.REWARD].flatten().tolist() == [6.0, 10.0]  # gamma 1: 1 + 2 + 3 (+ 4)
+    assert not moved[schema.SUCCESS].any()
+    # what is bootstrapped is the episode's own last observation
+    assert shown(moved["next", "observation", "image"][0]) == (TRAIN.start, 3)
+    assert shown(td["observation", "image"][0]) == (TRAIN.start + 2, 0)
+    assert env.num_episodes == 1
+
+
+def test_an_end_beats_a_cut_in_one_step():
+    env = make(1, chunk_size=4, lengths=(3,), cuts=(3,))
+    moved, _ = step(env, env.reset())
+    assert flags(moved) == [(True, True, False)]
+    assert moved[schema.SUCCESS].item()
+
+
 def test_the_suites_own_limit_is_the_default():
     env = make(1, chunk_size=12)
     moved, _ = step(env, env.reset())

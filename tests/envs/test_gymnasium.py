@@ -136,18 +136,17 @@ def test_a_longer_limit_than_the_registered_one_holds(mode):
     env.close()
 
 
-def test_an_environment_that_cuts_earlier_is_named():
-    sims = film(kwargs={"cut": True}).simulators(1)
-    sims.reset(0, 1)
-    for _ in range(2):
-        sims.step(0, np.zeros(2, np.float32))
-    with pytest.raises(RuntimeError, match="after 3 steps, before max_steps=10; use max_steps=3"):
-        sims.step(0, np.zeros(2, np.float32))
-    # at its own limit it may
-    sims = film(kwargs={"cut": True}, max_steps=3).simulators(1)
-    sims.reset(0, 1)
-    outcomes = [sims.step(0, np.zeros(2, np.float32)) for _ in range(3)]
-    assert not any(outcome.terminated for outcome in outcomes)
+@pytest.mark.parametrize("mode", ["single", "next step", "same step"])
+def test_an_environment_may_cut_its_episodes_off(mode):
+    # after 3 steps of 10, in chunks of 2
+    suite = film(kwargs={"cut": True}, **MODES[mode])
+    env = ChunkedEnv(suite.simulators(1), FixedInitStates([1, 2]), chunk_size=2)
+    rollout = env.rollout(4, break_when_any_done=False)[0]
+    assert rollout["next", "truncated"].flatten().tolist() == [False, True] * 2
+    assert not rollout["next", "terminated"].any()
+    assert rollout["next", "num_executed"].flatten().tolist() == [2, 1, 2, 1]
+    assert rollout["next", "observation", "state"].flatten().tolist() == [102, 103, 202, 203]
+    env.close()
 
 
 @pytest.mark.parametrize("mode", ["single", "next step", "same step"])

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from hydra import compose, initialize_config_dir
 
 ROOT = Path(__file__).parents[2]
-ON_POLICY = ("ppo", "grpo", "rloo", "reinforce_pp", "ppo_gaussian")
+ON_POLICY = ("ppo", "ppo_async", "grpo", "rloo", "reinforce_pp", "ppo_gaussian")
 
 
 def program(name: str) -> ModuleType:

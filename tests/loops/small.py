@@ -9,7 +9,8 @@ from envs.counter import CounterSuite
 
 from torchrl_vla import topology as topo
 from torchrl_vla.actors import ActorSettings
-from torchrl_vla.loops.run import Budget, EvaluationPlan, Run
+from torchrl_vla.loops.plans import Budget, CheckpointPlan, EvaluationPlan
+from torchrl_vla.loops.run import Run
 from torchrl_vla.loops.updates import UpdateSettings
 from torchrl_vla.objectives.credit import Gae, GroupRelative
 from torchrl_vla.objectives.policy_gradient import PolicyGradient
@@ -26,20 +27,29 @@ GRPO = partial(PolicyGradient, advantage=GroupRelative(False), max_hold=3, min_g
 
 
 def make_run(
-    folder: Path, ranks: topo.Topology, *, updates: int, suite: CounterSuite = SUITE, **settings
+    folder: Path,
+    ranks: topo.Topology,
+    *,
+    updates: int,
+    suite: CounterSuite = SUITE,
+    run: dict[str, Any] | None = None,
+    **budget: Any,
 ) -> Run:
+    """Build a run; ``run`` changes its other settings."""
     folder.mkdir(parents=True, exist_ok=True)
-    plan = EvaluationPlan(episodes=2, final_episodes=2, every_minutes=99, num_envs=2, videos=0)
+    given = {
+        "evaluation": EvaluationPlan(2, 2, every_minutes=99, num_envs=2, videos=0),
+        "saves": CheckpointPlan(every_minutes=99),
+        "display": False,
+    }
     return Run(
         folder=folder,
         topology=ranks,
         suite=suite,
         chunk_size=CHUNK,
-        budget=Budget(updates=updates, **settings),
-        evaluation=plan,
+        budget=Budget(updates=updates, **budget),
         algorithm="small",
-        save_minutes=99,
-        display=False,
+        **(given | (run or {})),
     )
 
 

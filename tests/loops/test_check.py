@@ -15,6 +15,7 @@ from torchrl_vla.loops.check import BOUNDS, check_ratio
 SMALL = ("algo.actors.num_workers=1", "algo.actors.envs_per_worker=8", "topology.device=cpu")
 FEWER = {
     "ppo": ("algo.actors.decisions_per_env=2",),
+    "ppo_async": ("algo.actors.decisions_per_env=2",),
     "grpo": ("algo.objective.min_groups=1", "algo.actors.group_size=4"),
     "rloo": ("algo.objective.min_groups=1", "algo.actors.group_size=4"),
     "reinforce_pp": ("algo.actors.decisions_per_env=8",),

@@ -15,7 +15,7 @@ COMMON = (
     "evaluation.num_envs=1",
     "evaluation.videos=0",
     "evaluation.every_minutes=99",
-    "save_minutes=99",
+    "checkpoint.every_minutes=99",
 )
 SMALL = (
     "budget.minutes=null",

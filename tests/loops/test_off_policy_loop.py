@@ -16,6 +16,7 @@ from torchrl_vla.actors import ActorSettings, load_full_weights
 from torchrl_vla.loops.actor_critic import UpdateSettings
 from torchrl_vla.loops.off_policy import Recent, ReplaySettings, drain, train
 from torchrl_vla.loops.pacing import Pacer, PaceSettings
+from torchrl_vla.loops.plans import CheckpointPlan
 from torchrl_vla.metrics import Stopwatch, read_metrics
 from torchrl_vla.objectives.soft_actor_critic import SoftActorCritic
 from torchrl_vla.objectives.td3_bc import TD3BC
@@ -138,17 +139,28 @@ def test_a_run_goes_on_where_it_stopped(one: topo.Topology, tmp_path: Path, obje
     settings = small_settings(
         objective=objective, updates=UpdateSettings(1e-2, 1e-3, alpha_lr, 1.0)
     )
-    train(make_run(tmp_path, one, updates=10), **settings)
+    saves = CheckpointPlan(None, every_updates=4, asynchronous=objective is SAC)
+    train(make_run(tmp_path, one, updates=10, run={"saves": saves}), **settings)
+    assert sorted(path.name[-2:] for path in (tmp_path / "checkpoints").iterdir()) == [
+        "04",
+        "08",
+        "10",
+    ]
     first = [row for row in read_metrics(tmp_path) if row["update"]][-1]
-    train(make_run(tmp_path, one, updates=16), **(settings | {"resume": True}))
+    train(make_run(tmp_path, one, updates=40), **(settings | {"resume": True}))
     rows = [row for row in read_metrics(tmp_path) if row["update"]]
-    assert [row["update"] for row in rows] == list(range(2, 17, 2))
+    assert [row["update"] for row in rows] == list(range(2, 41, 2))
     assert rows[-1]["decisions"] > first["decisions"]
-    assert rows[-1]["version"] == 8
+    assert rows[-1]["version"] == 20
+    for row in rows:
+        # every row that was counted is still there: no second wait for the first decisions, and no
+        # second burst of updates on them
+        assert row["replay/rows"] == min(row["decisions"], 200)
+        assert row["update"] <= 4 + 0.5 * (row["decisions"] - 24)
     # the policy of the newest decision may be a few publishes old, never from the future
     assert all(row["policy_lag"] >= 0 for row in rows)
     evaluation = json.loads((tmp_path / "eval.json").read_text())
-    assert [entry["update"] for entry in evaluation["history"]] == [0, 10, 16]
+    assert [entry["update"] for entry in evaluation["history"]] == [0, 10, 40]
 
 
 @pytest.mark.parametrize(

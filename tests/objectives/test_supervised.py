@@ -9,7 +9,12 @@ from tensordict import TensorDict
 from torchrl.data.vla import UniformActionTokenizer
 
 from torchrl_vla import schema
-from torchrl_vla.objectives.supervised import GaussianCloning, TokenCloning
+from torchrl_vla.objectives.supervised import (
+    FlowCloning,
+    GaussianCloning,
+    RegressionCloning,
+    TokenCloning,
+)
 
 H, A, V = 4, 1, 4
 
@@ -31,6 +36,7 @@ def tokens(logits: torch.Tensor):
     tokenizer = UniformActionTokenizer(V, low=-1.0, high=1.0)
     return SimpleNamespace(
         unscaled_logits=lambda batch: logits,
+        normalise=lambda chunk: chunk,
         action_tokenizer=tokenizer,
         bin_centres=tokenizer.decode(torch.arange(V)),
     )
@@ -82,6 +88,34 @@ def test_hard_labels_are_the_bin_of_the_number():
     wide = cloning(TokenCloning(tokens(logits), "soft", 100.0), batch)
     # all bins alike: mean of ln 5 three times and ln(5/2) once
     assert wide["loss_cloning"] == pytest.approx(math.log(5) - math.log(2) / 4, rel=1e-3)
+
+
+def test_labels_are_made_in_the_units_of_the_bins():
+    # The data reach to 0.5, so a demonstrated number is half of the policy's normalised one.
+    logits = torch.tensor([0.0, 0.0, 0.0, math.log(2)]).expand(1, H, A, V)
+    policy = tokens(logits)
+    policy.normalise = lambda chunk: 2 * chunk
+    batch = batch_of([4])
+    batch[schema.CHUNK][:] = 0.4  # 0.8: the fourth bin, logit ln 2; unconverted it is the third
+    out = cloning(TokenCloning(policy, "soft", 0.01), batch)
+    assert out["loss_cloning"] == pytest.approx(math.log(5 / 2), rel=1e-5)
+
+
+def test_l1_in_normalised_units_without_padding():
+    policy = SimpleNamespace(
+        normalised_chunk=lambda batch: torch.full((1, H, A), 0.25),
+        normalise=lambda chunk: 2 * chunk,
+    )
+    batch = batch_of([3])
+    batch[schema.CHUNK] = torch.tensor([0.5, 0.0, 0.25, 9.0]).view(1, H, A)
+    # |1 - 0.25|, |0 - 0.25|, |0.5 - 0.25|: mean 1.25 / 3
+    assert cloning(RegressionCloning(policy), batch) == pytest.approx({"loss_cloning": 1.25 / 3})
+
+
+def test_flow_matching_without_padding():
+    error = torch.tensor([1.0, 2.0, 6.0, 9.0]).view(1, H, A)
+    policy = SimpleNamespace(cloning_error=lambda batch: error)
+    assert cloning(FlowCloning(policy), batch_of([3])) == pytest.approx({"loss_cloning": 3.0})
 
 
 @pytest.mark.parametrize(

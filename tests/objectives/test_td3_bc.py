@@ -83,7 +83,7 @@ def test_target_noise_is_clipped_and_so_is_the_chunk():
 def test_the_weight_of_q_is_one_over_its_mean_size():
     goal, batch = build(q_weight=2.5), make_batch(ALL)
     with torch.no_grad():
-        chunk = goal.head(batch["features"])[0].tanh()
+        chunk = goal.actor[0].module(batch["features"])[0].tanh()
         q = goal.ensemble.online[0](batch["features"], chunk)
     out = losses(goal, batch)
     weight = 2.5 / float(q.abs().mean())
@@ -97,7 +97,7 @@ def test_the_weight_of_q_is_one_over_its_mean_size():
 def test_only_executed_numbers_are_cloned(rows, numbers):
     goal, batch = build(cloned_rows=rows), make_batch([4, 2, 4, 4, 4, 4])
     assert int(goal.counts(batch)["cloned"]) == numbers * A
-    loc = goal.head(batch["features"])[0].tanh()
+    loc = goal.actor[0].module(batch["features"])[0].tanh()
     error = ((loc - batch[schema.CHUNK]) ** 2).detach()
     error[1, 2:] = 0
     wanted = error.sum() if rows == "all" else error[:2].sum()
@@ -118,7 +118,7 @@ def test_gradients_stay_where_they_belong():
     (out["loss_actor"] + out["loss_cloning"]).backward()
     assert all(p.grad is None for p in goal.critic_parameters)
     assert all(p.grad is not None for p in goal.actor_parameters)
-    assert all(not p.requires_grad for p in goal.target_head.parameters())
+    assert all(not p.requires_grad for p in goal.target_actor.parameters())
 
 
 def test_actor_and_targets_move_every_few_updates():
@@ -127,11 +127,11 @@ def test_actor_and_targets_move_every_few_updates():
         for p in [*goal.actor_parameters, *goal.critic_parameters]:
             p.add_(1.0)
     due, target = [], []
-    before = goal.target_head.net[0].weight.clone()
+    before = goal.target_actor[0].module.net[0].weight.clone()
     for _ in range(4):
         due.append("loss_actor" in losses(goal, batch))
         goal.after_step()
-        target.append(float((goal.target_head.net[0].weight - before).mean()))
+        target.append(float((goal.target_actor[0].module.net[0].weight - before).mean()))
     assert due == [False, False, True, False]
     # half of the way at updates 0 and 2: 0.5, 0.75
     assert target == pytest.approx([0.5, 0.5, 0.75, 0.75], abs=1e-5)

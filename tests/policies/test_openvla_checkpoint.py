@@ -12,8 +12,9 @@ from openvla_fixture import config, inputs, part, state_dict
 from openvla_folder import META, SPATIAL, TEN, tokenizer, write_folder
 from safetensors.torch import save_file
 
+from torchrl_vla.policies.families import resolve_checkpoint
 from torchrl_vla.policies.openvla import make_policy
-from torchrl_vla.policies.openvla.checkpoint import find_folder, read_settings
+from torchrl_vla.policies.openvla.checkpoint import read_settings
 from torchrl_vla.policies.openvla.prompts import prompt_table, render_prompt, word_encoder
 
 ENTRY = config()["norm_stats"]["tiny_libero_no_noops"]
@@ -225,8 +226,8 @@ def test_a_hub_id_without_network(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
     for name in ("openvla/openvla-7b", "no such folder!"):
         with pytest.raises(FileNotFoundError) as caught:
-            find_folder(name)
+            resolve_checkpoint(name)
         message = str(caught.value)
         assert "\n" not in message
-        assert f"policy.checkpoint={name} is no folder here" in message
-        assert "set policy.checkpoint=DIR" in message
+        assert f"policy.checkpoint={name} is no local folder" in message
+        assert "pass policy.checkpoint=FOLDER" in message

@@ -313,7 +313,7 @@ def test_a_checkpoint_acts_in_the_simulators_units(tmp_path: Path):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"size": None}, r"checkpoint=None and policy.size=None: give a folder or a hub id"),
+        ({"size": None}, r"checkpoint=None and policy.size=None: give exactly one of a"),
         ({"checkpoint": "x"}, "checkpoint=x and policy.size=tiny"),
         ({"size": "huge"}, "size is 'huge'"),
         ({"size": None, "checkpoint": "x"}, "are no settings of a checkpoint"),

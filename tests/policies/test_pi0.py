@@ -185,7 +185,7 @@ def test_statistics_of_the_checkpoint(tmp_path: Path):
     facts = policy.model.describe()
     assert facts["checkpoint"] == str(tmp_path)
     assert facts["images"]["size"] == 64
-    assert len(facts["statistics"]) == 16
+    assert len(facts["statistics_sha256"]) == 16
     save_pi0(tmp_path, actions_mean=[0.0] * 7, actions_std=[1.0] * 7)
     with pytest.raises(ValueError, match="actions statistics have 7 numbers, the suite 4"):
         pi0.make_policy(META, checkpoint=str(tmp_path))

@@ -19,8 +19,9 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from torchrl_vla import schema
 from torchrl_vla import topology as topo
 from torchrl_vla.policies import vlm, vlm_inputs
-from torchrl_vla.policies.families import PAD, to_pixels
+from torchrl_vla.policies.families import PAD
 from torchrl_vla.policies.flow import PATH
+from torchrl_vla.policies.images import to_pixels
 from torchrl_vla.policies.policy import LOGITS, VALUE
 from torchrl_vla.policies.shard import all_reduce_replicated_grads, full_weights, shard
 
@@ -61,7 +62,7 @@ def test_prompt_states_are_transformers_own(published):
     td[schema.TASK_ID] = torch.tensor([[0], [3], [6], [9], [10]])  # of four lengths
     words = policy.model.instruction_table[td[schema.TASK_ID].squeeze(-1)]
     mask = words != PAD
-    pixels = to_pixels(td[schema.IMAGE], trunk.pixel_scale, torch.float32)
+    pixels = to_pixels(td[schema.IMAGE], [trunk.pixel_scale], torch.float32)
     # what a user of transformers would pass, input ids and pixels
     given = {"input_ids": words.clamp_min(0), "attention_mask": mask.long()}
     if family == "smolvlm":

@@ -17,10 +17,15 @@ Safety: ``dcp/.metadata`` is a pickle, because torch writes it so; nothing else 
 checked before any of it is read, so a damaged file is refused; but a manifest is not a signature:
 whoever can write the folder can write both. Load only checkpoints whose author you trust.
 
-What this room does not do: save the replay (it saves itself) or decide when to save.
+A save can go on in the background: what is saved is copied, then written by a thread whose
+collectives have a process group of their own. Until it is renamed, the folder is a partial one.
+
+What this room does not do: save the replay (it is its own durable copy; loops put its cursor into
+``shared.json``) or decide when to save.
 """
 
 from torchrl_vla.checkpoint.checkpointer import Checkpointer
 from torchrl_vla.checkpoint.random_state import rng_state, set_rng_state
+from torchrl_vla.checkpoint.space import check_space
 
-__all__ = ["Checkpointer", "rng_state", "set_rng_state"]
+__all__ = ["Checkpointer", "check_space", "rng_state", "set_rng_state"]

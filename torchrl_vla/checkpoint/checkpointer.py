@@ -7,14 +7,19 @@ import math
 import re
 import shutil
 from collections import ChainMap
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from copy import deepcopy
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import set_model_state_dict
 
+from torchrl_vla.checkpoint.background import Background, Beside
 from torchrl_vla.checkpoint.files import (
     FORMAT,
     MANIFEST,
@@ -27,6 +32,7 @@ from torchrl_vla.checkpoint.files import (
     write_files,
     write_json,
 )
+from torchrl_vla.checkpoint.space import checkpoint_bytes, is_full, no_space
 from torchrl_vla.checkpoint.tensors import (
     module_tensors,
     optimizer_parts,
@@ -35,7 +41,8 @@ from torchrl_vla.checkpoint.tensors import (
 )
 from torchrl_vla.topology import Topology
 
-STATE_KEYS = ("modules", "optimizers", "tensors", "json", "rank_tensors", "rank_json")
+_PLAIN_KEYS = ("tensors", "json", "rank_tensors", "rank_json")
+STATE_KEYS = ("modules", "optimizers", *_PLAIN_KEYS)
 _FOLDER = re.compile(r"step-(\d{9,})(\.replaced)?")
 _T = TypeVar("_T")
 
@@ -60,6 +67,9 @@ class Checkpointer:
         self.root = Path(root)
         self.keep_last = keep_last
         self.keep_best = keep_best
+        self._background = Background()
+        self._beside: Beside | None = None
+        self._stager: DefaultStager | None = None
 
     def save(
         self,
@@ -68,11 +78,14 @@ class Checkpointer:
         *,
         score: float | None = None,
         topology: Topology,
+        background: bool = False,
     ) -> Path:
         """Save ``state``. Collective; on return the checkpoint is on disk and complete.
 
         A step that was saved before is replaced. If a rank fails, all raise and no new folder
-        appears.
+        appears. In the background ``state`` is only copied before this returns; the rest happens
+        in a thread, and what goes wrong there is raised by the next call of this or of
+        :meth:`wait`. The copy's memory is kept for the next save.
 
         Args:
             step: 0 or more, the same on all ranks.
@@ -82,9 +95,10 @@ class Checkpointer:
                 ``"rank_json"`` (plain JSON). Those without ``rank_`` are equal on all ranks.
             score: higher is better, for example a success rate; None if not evaluated.
             topology: the ranks that save.
+            background: return when ``state`` is copied.
 
         Returns:
-            The folder.
+            The folder that has, or will have, the checkpoint.
 
         Raises:
             KeyError: ``state`` has an unknown key.
@@ -93,7 +107,9 @@ class Checkpointer:
                 ranks, a name with a slash, an optimizer whose parameters are in none of its
                 modules.
             RuntimeError: another rank failed; says which and why.
+            OSError: ``ENOSPC``, the disk has no room; earlier checkpoints are as they were.
         """
+        self.wait()
         # Judged from what all ranks passed, so that all of them refuse, or none.
         steps, scores = zip(*topology.gather_objects((step, score)), strict=True)
         if len(set(steps)) > 1 or step < 0:
@@ -102,10 +118,62 @@ class Checkpointer:
             raise ValueError(f"step {step} has scores {scores}: one finite score, or None, on all")
         folder = self.root / f".tmp-step-{step:09d}"
         shards, index = topology.together(lambda: self._prepare(folder, state, topology))
-        dcp.save(shards, storage_writer=dcp.FileSystemWriter(folder / "dcp"))
-        files = topology.together(lambda: write_files(folder, state, index, topology))
         manifest = {"format": FORMAT, "step": step, "score": score}
         manifest["world_size"] = topology.world_size
+        writer = dcp.FileSystemWriter(folder / "dcp")
+        with self.naming_a_full_disk(f"checkpoint of step {step}"):
+            if not background:
+                dcp.save(shards, storage_writer=writer)
+                return self._complete(folder, state, index, manifest, topology)
+            if self._beside is None:
+                self._beside = Beside.of(topology)
+                # Keeps its memory: fresh pages would cost more than the copy.
+                self._stager = DefaultStager(StagingOptions(False, False, False, False))
+            beside = self._beside
+            copies = {key: deepcopy(state.get(key, {})) for key in _PLAIN_KEYS}
+            written = dcp.async_save(
+                shards,
+                storage_writer=writer,
+                process_group=beside.group,
+                async_stager=self._stager,
+            )
+
+        def finish() -> None:
+            with self.naming_a_full_disk(f"checkpoint of step {step}"):
+                written.result()
+                self._complete(folder, copies, index, manifest, beside)
+
+        self._background.start(finish)
+        return self._final(step)
+
+    def wait(self) -> None:
+        """Wait until a save in the background is complete; raises what went wrong in it."""
+        self._background.wait()
+
+    @contextmanager
+    def naming_a_full_disk(self, what: str) -> Iterator[None]:
+        """Let an error that comes from a full disk say so, and which checkpoint is the last.
+
+        Raises:
+            OSError: ``ENOSPC``, in place of what the body raised.
+        """
+        try:
+            yield
+        except (Exception, CheckpointException) as error:  # torch's is a BaseException
+            if is_full(self.root, error):
+                newest = max(self._found(), key=_age, default=None)
+                raise no_space(self.root, what, newest) from error
+            raise
+
+    def _complete(
+        self,
+        folder: Path,
+        state: Mapping[str, Any],
+        index: dict[str, Any],
+        manifest: dict[str, Any],
+        topology: Topology,
+    ) -> Path:
+        files = topology.together(lambda: write_files(folder, state, index, topology))
         manifest["files"] = dict(ChainMap(*topology.gather_objects(files)))
         return topology.together(lambda: self._publish(folder, manifest, topology))
 
@@ -123,6 +191,7 @@ class Checkpointer:
             FileNotFoundError: there are finished checkpoints and none is intact; says what is
                 wrong with each.
         """
+        self.wait()
         found, partial = _on_main(topology, lambda: (self._found(), self._partial()))
         if topology is None or topology.is_main:
             for path in partial:
@@ -137,6 +206,7 @@ class Checkpointer:
         Returns:
             None if no checkpoint has a score.
         """
+        self.wait()
         scored = _on_main(topology, self._scored)
         return self._first_complete(scored, topology)
 
@@ -202,10 +272,17 @@ class Checkpointer:
             for partial in self._partial():
                 shutil.rmtree(partial)
             folder.mkdir(parents=True)
+            if (needed := checkpoint_bytes(state)) > shutil.disk_usage(folder).free:
+                folder.rmdir()
+                newest = max(self._found(), key=_age, default=None)
+                raise no_space(self.root, f"a checkpoint of {needed} bytes", newest)
         return shards, index
 
+    def _final(self, step: int) -> Path:
+        return self.root / f"step-{step:09d}"
+
     def _publish(self, folder: Path, manifest: dict[str, Any], topology: Topology) -> Path:
-        final = self.root / f"step-{manifest['step']:09d}"
+        final = self._final(manifest["step"])
         if not topology.is_main:
             return final
         for name, entry in manifest["files"].items():

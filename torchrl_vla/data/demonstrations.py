@@ -166,7 +166,7 @@ def _record_one(
         rewards.append(outcome.reward)
         images.append(simulators.render(0))
         states.append(simulators.state(0))
-        if outcome.terminated:
+        if outcome.terminated or outcome.truncated:
             break
     if not outcome.success:
         return None

@@ -230,7 +230,7 @@ class ChunkedEnv(EnvBase):
         n, h = self.batch_size[0], self.chunk_size
         reward = np.zeros((n, 1), dtype=np.float32)
         executed = np.zeros((n, h), dtype=bool)
-        terminated, success, sim_error = (np.zeros((n, 1), dtype=bool) for _ in range(3))
+        terminated, cut, success, sim_error = (np.zeros((n, 1), dtype=bool) for _ in range(4))
         for i in range(n):
             steps = min(h, self.max_steps - int(self._elapsed[i]))
             try:
@@ -240,8 +240,9 @@ class ChunkedEnv(EnvBase):
                     reward[i] += self.gamma**k * outcome.reward
                     if self.on_control_step is not None:
                         self.on_control_step(i)
-                    if outcome.terminated:
-                        terminated[i], success[i] = True, outcome.success
+                    if outcome.terminated or outcome.truncated:
+                        terminated[i], cut[i] = outcome.terminated, outcome.truncated
+                        success[i] = outcome.success
                         break
             except SimulationError:
                 sim_error[i], reward[i] = True, 0.0
@@ -249,7 +250,7 @@ class ChunkedEnv(EnvBase):
         self._elapsed += num_executed[:, 0]
         self._decision += 1
         timed_out = (self._elapsed >= self.max_steps)[:, None]
-        truncated = (timed_out & ~terminated) | sim_error
+        truncated = ((timed_out | cut) & ~terminated) | sim_error
         self.num_sim_errors += int(sim_error.sum())
         self.num_episodes += int((terminated | truncated).sum())
         self.num_successes += int(success.sum())

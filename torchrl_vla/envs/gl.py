@@ -146,6 +146,24 @@ def _new_context(backend: str, size: int) -> Any:
         ) from error
 
 
+@functools.cache
+def renderer_name() -> str:
+    """Return what draws in this process, as OpenGL names it: renderer and version.
+
+    Raises:
+        RuntimeError: no usable OpenGL backend.
+    """
+    context = _new_context(choose_backend(), 16)
+    try:
+        context.make_current()
+        from OpenGL import GL
+
+        names = (GL.glGetString(name) for name in (GL.GL_RENDERER, GL.GL_VERSION))
+        return "; ".join(name.decode() for name in names)
+    finally:
+        context.free()
+
+
 def _close_at_exit(reference: weakref.ref[OffscreenRenderer]) -> None:
     """Free a context before MuJoCo terminates its EGL display."""
     renderer = reference()

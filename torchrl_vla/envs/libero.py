@@ -19,6 +19,7 @@ from typing import Literal
 
 import numpy as np
 
+from torchrl_vla.envs.assets import hash_files
 from torchrl_vla.envs.divergence import diverged
 from torchrl_vla.envs.libero_package import LiberoTask, initial_states, suite_tasks
 from torchrl_vla.envs.libero_scene import CONTROL_HZ, Scene
@@ -319,6 +320,13 @@ class LiberoSuite:
         published = len(chosen) * min(len(initial_states(task)) for task in chosen)
         start = SPLITS["eval"].start
         self.splits = SPLITS | {"eval": range(start, start + published)}
+
+    def assets_sha256(self) -> str:
+        """Return the hash of the chosen tasks' BDDL files and published initial states."""
+        chosen = self._settings.chosen()
+        return hash_files(
+            path for task in chosen for path in (task.bddl_file, task.init_states_file)
+        )
 
     def simulators(self, num_envs: int) -> Libero:
         """Build ``num_envs`` simulators in this process."""

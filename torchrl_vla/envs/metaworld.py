@@ -10,13 +10,16 @@ Importing this module imports no ``metaworld``; building simulators does.
 
 from __future__ import annotations
 
+import importlib.util
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
+from torchrl_vla.envs.assets import hash_folder
 from torchrl_vla.envs.divergence import diverged
 from torchrl_vla.envs.extras import require
 from torchrl_vla.envs.gl import OffscreenRenderer, import_mujoco
@@ -300,6 +303,11 @@ class MetaWorldSuite:
         tasks = choose_tasks(task)
         self.meta = suite_meta(tasks, tuple(cameras), image_size, max_steps)
         self._config = (tasks, tuple(cameras), image_size, reward, max_steps)
+
+    def assets_sha256(self) -> str:
+        """Return the hash of the package's scenes, meshes and textures."""
+        package = importlib.util.find_spec("metaworld")
+        return hash_folder(Path(package.submodule_search_locations[0]) / "assets")
 
     def simulators(self, num_envs: int) -> MetaWorld:
         """Build ``num_envs`` simulators in this process."""

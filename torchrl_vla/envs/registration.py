@@ -97,7 +97,8 @@ class SimulatorEnv(gymnasium.Env[dict[str, Any], np.ndarray]):
         except SimulationError:
             return self._observation, 0.0, False, True, self._info(sim_error=True)
         self._steps += 1
-        truncated = self._steps >= self.meta.max_steps and not outcome.terminated
+        limit = outcome.truncated or self._steps >= self.meta.max_steps
+        truncated = limit and not outcome.terminated
         info = self._info(success=outcome.success)
         return self._observe(), float(outcome.reward), outcome.terminated, truncated, info
 

@@ -25,6 +25,9 @@ class StepOutcome:
     """The episode ended in a success or a failure; a time limit counts if the state shows it."""
     success: bool
     """The task is solved (implies ``terminated``)."""
+    truncated: bool = False
+    """The suite itself cut the episode off (a time limit of its own, which the state does not
+    show): its value is bootstrapped. With ``terminated`` as well, ``terminated`` wins."""
 
 
 class SimulationError(RuntimeError):
@@ -34,8 +37,9 @@ class SimulationError(RuntimeError):
 class Simulators(Protocol):
     """N simulators of one suite in one process.
 
-    A limit that the state shows (a clock) is part of the task and ends in ``terminated``; any other
-    limit is not a simulator's business: :class:`ChunkedEnv` counts steps and truncates.
+    A limit that the state shows (a clock) is part of the task and ends in ``terminated``. Any other
+    limit is left to :class:`ChunkedEnv`, which counts steps and truncates; a foreign environment
+    that has one of its own reports it as ``truncated``.
     """
 
     meta: SuiteMeta
@@ -71,7 +75,11 @@ class Simulators(Protocol):
 
 
 class Suite(Protocol):
-    """A task suite as a picklable description: build simulators in whichever process needs them."""
+    """A task suite as a picklable description: build simulators in whichever process needs them.
+
+    A suite may offer ``assets_sha256()``, the hash of what its scenes are built from; evaluations
+    keep it beside their results.
+    """
 
     meta: SuiteMeta
     splits: dict[str, range]

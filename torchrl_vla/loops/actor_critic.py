@@ -10,7 +10,7 @@ from torch import nn
 from torchrl_vla.learner import Learner, ParameterGroup
 from torchrl_vla.loops.run import Run
 from torchrl_vla.objectives.critics import ActorCritic
-from torchrl_vla.policies.heads import QHead
+from torchrl_vla.policies.deferred import fill
 from torchrl_vla.policies.shard import shard
 
 
@@ -42,20 +42,25 @@ def make_learner(
     settings: UpdateSettings,
     gamma: float,
 ) -> tuple[Learner, ActorCritic]:
-    """Shard the trunk, build critics, objective and learner.
+    """Build critics, objective and learner; shard the trunk if it is trained.
+
+    A frozen trunk stays whole on every rank: ranks encode their own transitions when these arrive,
+    at moments of their own, which the collective calls of a sharded one would not survive.
 
     Raises:
         TypeError: the policy has no continuous actor.
     """
-    if not hasattr(policy, "actor"):
+    if not hasattr(policy, "make_critics"):
         raise TypeError(
-            f"{type(policy).__name__} has no actor on features; use policy.head=gaussian"
+            f"{type(policy).__name__} has no continuous actor for critics to improve; use "
+            "policy.head=gaussian or policy.head=flow"
         )
-    model, meta = policy.model.model, run.suite.meta
-    shard(model, run.topology.mesh, blocks=model.shard_plan())
-    heads = [
-        QHead(model.feature_dim, run.chunk_size, meta.action_dim) for _ in range(settings.q_heads)
-    ]
+    model = policy.model.model
+    if settings.trunk_lr:
+        fill(shard(model, run.topology.mesh, blocks=model.shard_plan()))
+    else:
+        fill(model, run.topology.device).to(run.topology.device).requires_grad_(False)
+    heads = policy.make_critics(settings.q_heads)
     goal = objective(policy.actor, heads, policy.features, gamma=gamma)
     limit = settings.max_grad_norm
     groups = [
@@ -78,8 +83,12 @@ def make_learner(
     if settings.alpha_lr is not None:
         groups.append(ParameterGroup("alpha", goal.alpha_parameters, settings.alpha_lr))
     if settings.trunk_lr:
-        idle = ("token_head", "value_head", "ground_head")
-        trunk = [p for name, p in model.named_parameters() if not name.startswith(idle)]
+        idle = (*policy.idle, "value_head")
+        trunk = [
+            p
+            for name, p in model.named_parameters()
+            if p.requires_grad and not name.startswith(idle)
+        ]
         groups.append(ParameterGroup("trunk", trunk, settings.trunk_lr, limit))
     learner = Learner(
         goal,

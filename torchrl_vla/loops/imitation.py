@@ -14,15 +14,20 @@ from tensordict import TensorDict
 from torch import nn
 
 from torchrl_vla import schema
-from torchrl_vla.actors import behaviour_copy
+from torchrl_vla.actors import behaviour_copy, load_full_weights
 from torchrl_vla.data import demonstrations, grounding
 from torchrl_vla.data.demonstrations import Episode
 from torchrl_vla.learner import Learner, ParameterGroup
 from torchrl_vla.loops.run import Run
+from torchrl_vla.metrics import EVAL_SUCCESS
 from torchrl_vla.objectives.supervised import GroundingObjective
+from torchrl_vla.policies.deferred import fill, without_weights
 from torchrl_vla.policies.shard import full_weights, shard
 from torchrl_vla.policies.weights import load_weights, save_weights
 from torchrl_vla.schema import SuiteMeta
+
+ENCODED_ROWS = 128
+"""Rows whose features are computed at once."""
 
 
 def warm_up_and_decay(updates: int, warm_up: int) -> Callable[[int], float]:
@@ -31,15 +36,23 @@ def warm_up_and_decay(updates: int, warm_up: int) -> Callable[[int], float]:
 
 
 def _fit(
-    run: Run, learner: Learner, draw: Callable[[torch.Generator], TensorDict], updates: int
+    run: Run,
+    learner: Learner,
+    draw: Callable[[torch.Generator], TensorDict],
+    updates: int,
+    look: Callable[[], dict[str, float]] | None = None,
 ) -> None:
+    """Take the updates; ``look`` evaluates when the run says that it is time to."""
     generator = torch.Generator().manual_seed(1 + run.topology.rank)
     for update in range(updates):
         metrics = learner.update(draw(generator))
         run.counters["updates"] += 1
-        if update % 20 == 19 or update == updates - 1:
+        over = run.finished() or update == updates - 1
+        if look is not None and not over and run.evaluation_due():
+            metrics |= look()
+        if update % 20 == 19 or over or EVAL_SUCCESS in metrics:
             run.record(metrics)
-        if run.finished():
+        if over:
             break
 
 
@@ -136,34 +149,39 @@ def train_cloning(
         batch_size: samples per update on this rank.
         lr: learning rate at its peak.
         warm_up: updates of linear warm-up.
-        trainable: ``"all"``, or ``"head"`` for the Gaussian head on a frozen trunk.
+        trainable: ``"all"``, or ``"head"`` for the actor (Gaussian, flow) on a frozen trunk.
         dataset: reads recorded episodes; the two settings of the expert must then be ``None``.
 
+    The start, and every ``evaluation.every_minutes``, is evaluated as the end is.
+
     Raises:
-        ValueError: both a data set and settings of the expert, or neither.
+        ValueError: both a data set and settings of the expert, or neither; unknown ``trainable``.
     """
     torch.manual_seed(seed)
     episodes = _episodes(run, dataset, demonstrations_per_task, noise, seed)
     samples = demonstrations.cloning_samples(episodes, run.chunk_size)
-    policy = make_policy(run.suite.meta)
-    model = policy.model.model
+    with without_weights():
+        policy = make_policy(run.suite.meta)
+    evaluated = make_policy(run.suite.meta)
+    groups, sharded = _trained(run, policy, trainable, lr)
     if trainable == "head":
         with torch.no_grad():
-            samples["features"] = policy.features(samples)
-        params, sharded = list(policy.actor.parameters()), []
-    else:
-        shard(model, run.topology.mesh, blocks=model.shard_plan())
-        untouched = ("ground_head", "value_head")
-        params = [p for name, p in model.named_parameters() if not name.startswith(untouched)]
-        sharded = [model]
+            parts = [policy.features(part) for part in samples.split(ENCODED_ROWS)]
+        samples["features"] = torch.cat(parts)
     updates = epochs * (len(samples) // batch_size)
     learner = Learner(
         objective(policy),
-        [ParameterGroup("policy", params, lr, max_grad_norm=1.0, weight_decay=0.01)],
+        groups,
         run.topology,
         sharded=sharded,
         schedule=warm_up_and_decay(updates, warm_up),
     )
+
+    def look(*, final: bool = False) -> dict[str, float]:
+        load_full_weights(evaluated, full_weights(policy))
+        return run.evaluate(evaluated, final=final)
+
+    run.record(look(final=True))
     order = torch.zeros(0, dtype=torch.int64)
 
     def draw(generator: torch.Generator) -> TensorDict:
@@ -173,7 +191,7 @@ def train_cloning(
         index, order = order[:batch_size], order[batch_size:]
         return samples[index]
 
-    _fit(run, learner, draw, updates)
+    _fit(run, learner, draw, updates, look)
     recipe = {"stage": "bc", "trainable": trainable, "seed": seed, "episodes": len(episodes)}
     whole = export(run, policy, make_policy, recipe)
     metrics = run.evaluate(whole, final=True)
@@ -182,6 +200,29 @@ def train_cloning(
     run.save({"modules": {"evaluated": whole}})
     run.finish(whole)
     return metrics
+
+
+def _trained(
+    run: Run, policy: nn.Module, trainable: str, lr: float
+) -> tuple[list[ParameterGroup], list[nn.Module]]:
+    """Return what is trained and what is sharded; freezes what cloning never reads."""
+    make = partial(ParameterGroup, lr=lr, max_grad_norm=1.0, weight_decay=0.01)
+    if trainable == "head":
+        fill(policy.model.model, run.topology.device)
+        return [make("head", [p for p in policy.actor.parameters() if p.requires_grad])], []
+    if trainable != "all":
+        raise ValueError(f"algo.trainable is {trainable!r}; use 'all' or 'head'")
+    model, idle = policy.model.model, (*policy.idle, "value_head")
+    for name, parameter in model.named_parameters():
+        if name.startswith(idle):
+            parameter.requires_grad_(False)
+    fill(shard(model, run.topology.mesh, blocks=model.shard_plan()))
+    sharded = [p for p in model.parameters() if p.requires_grad]
+    inside = {id(p) for p in model.parameters()}
+    head = [p for p in policy.parameters() if p.requires_grad and id(p) not in inside]
+    # An optimizer's kernels take either sharded or whole parameters.
+    groups = [make("policy", sharded)] if sharded else []
+    return groups + ([make("head", head)] if head else []), [model]
 
 
 def _episodes(

@@ -11,28 +11,31 @@ actors are asked for more only while the learner keeps up. Both waits are metric
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 from tensordict import TensorDictBase
 from torch import nn
-from torchrl.data import TensorDictReplayBuffer
 
 from torchrl_vla import schema
-from torchrl_vla.actors import Actors, ActorSettings, load_full_weights, start_actors
+from torchrl_vla.actors import Actors, ActorSettings, start_actors
 from torchrl_vla.data import demonstrations
 from torchrl_vla.data.demonstrations import Episode
 from torchrl_vla.loops.actor_critic import UpdateSettings, make_learner
-from torchrl_vla.loops.on_policy import positions_of
+from torchrl_vla.loops.on_policy import positions_of, restarts_of
 from torchrl_vla.loops.pacing import Pacer, PaceSettings
-from torchrl_vla.loops.run import Run
-from torchrl_vla.metrics import TRAIN_SUCCESS, WAIT_ACTORS, WAIT_LEARNER, Stopwatch
+from torchrl_vla.loops.publishing import Publishing
+from torchrl_vla.loops.replay_folder import ReplayFolder, saved_replays
+from torchrl_vla.loops.run import Run, in_segments
+from torchrl_vla.metrics import ACTOR_RESTARTS, TRAIN_SUCCESS, WAIT_ACTORS, WAIT_LEARNER, Stopwatch
 from torchrl_vla.objectives.critics import ActorCritic
-from torchrl_vla.policies.shard import full_weights
-from torchrl_vla.replay import ReplayFeed, Sampling, make_replay
+from torchrl_vla.policies.deferred import without_weights
+from torchrl_vla.replay import ReplayFeed, Sampling
 from torchrl_vla.schema import SuiteMeta
+from torchrl_vla.storage.buffer import JournalReplayBuffer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +63,7 @@ class ReplaySettings(Sampling):
             )
 
 
+@in_segments
 def train(
     run: Run,
     *,
@@ -73,36 +77,50 @@ def train(
     gamma: float,
     resume: bool,
     dataset: Callable[[SuiteMeta], list[Episode]] | None = None,
-) -> None:
+) -> bool:
     """Train until the run's budget is spent; arguments as in ``loops/on_policy.py``.
 
     ``dataset`` reads recorded episodes for the demonstrations' part of the minibatches, instead of
     the scripted expert's.
+
+    Raises:
+        ValueError: settings that contradict each other, as they say.
     """
+    if run.deterministic and actors.publish != "blocking":
+        raise ValueError(
+            f"topology.deterministic=true and actors.publish={actors.publish!r}: which weights "
+            "chose an action would depend on who is faster; use actors.publish=blocking"
+        )
     rank = run.topology.rank
     build = partial(make_policy, run.suite.meta)
     torch.manual_seed(seed)
-    policy, evaluated = build(), build()
+    with without_weights():
+        policy = build()
+    evaluated = build()
     learner, goal = make_learner(run, policy, objective, updates, gamma)
     torch.manual_seed(seed * 1000 + rank)
     state = {
         "modules": {"policy": policy, "critic": goal.state, "evaluated": evaluated},
         "optimizers": {"learner": (learner.optimizer, [policy, goal.state])},
     }
-    loaded = run.resume(state) if resume else None
+    rows = ReplayFolder(run, policy, replay.capacity, actors.num_workers, pace)
+    loaded = run.begin(state, resume, rows.planned_bytes())
     if loaded is not None:
         learner.updates = goal.updates = run.counters["updates"]
-    buffer = make_replay(run.folder / "replay" / f"rank-{rank}-{learner.updates}", replay.capacity)
+    buffer, saved = rows.open(resume, loaded)
+    frozen = not updates.trunk_lr
     feed = make_feed(
-        run,
-        policy,
-        buffer,
-        replay,
-        frozen=not updates.trunk_lr,
-        seed=seed,
-        gamma=gamma,
-        dataset=dataset,
+        run, policy, buffer, replay, frozen=frozen, seed=seed, gamma=gamma, dataset=dataset
     )
+    # The burst on the first decisions belongs to the start of a run, not to each resume.
+    steady = pace if loaded is None or saved else replace(pace, warm_up_updates=0)
+    batch_size = actors.envs_per_worker * actors.decisions_per_env
+    pacer = Pacer(steady, batch_size, replay.min_decisions, **(saved["pacer"] if saved else {}))
+    recent = Recent.of(loaded)
+    if saved:
+        feed.absorb()  # these rows were counted before
+        if loaded["rank_tensors"] is not None:
+            feed.generator.set_state(loaded["rank_tensors"]["draws"])
     workers = start_actors(
         run.suite,
         build,
@@ -116,42 +134,43 @@ def train(
         attempt=learner.updates,
         replay=buffer,
     )
-
-    def publish(share: float) -> None:
-        weights = full_weights(policy)
-        load_full_weights(evaluated, weights, share)
-        workers.publish(weights, run.counters["version"])
-
-    watch, recent = Stopwatch(), Recent(deque(maxlen=200))
+    publish = Publishing(policy, evaluated, workers)
+    wait_for_data = collect_in_step if run.deterministic else drain
+    watch = Stopwatch()
     with workers:
-        publish(1.0 if loaded is None else 0.0)
+        publish(run.counters["version"], 1.0 if loaded is None else 0.0)
         if not run.history:
             run.record(run.evaluate(evaluated, final=True))
-        # The burst on the first decisions belongs to the start of a run, not to each resume.
-        steady = pace if loaded is None else replace(pace, warm_up_updates=0)
-        batch_size = actors.envs_per_worker * actors.decisions_per_env
-        pacer = Pacer(steady, batch_size, replay.min_decisions)
         while True:
             metrics: dict[str, float] = {}
             for _ in range(pace.publish_updates):
-                drain(workers, feed, recent, pacer, watch, run.counters["version"])
+                wait_for_data(workers, feed, recent, pacer, watch, run.counters["version"])
                 batch = feed.sample(learner.updates, run.counters["version"])
                 metrics |= learner.update(batch)  # the actor may pause at the last
                 pacer.updates += 1
             run.count(*recent.pop(), updates=learner.updates)
-            publish(pace.average_share)
+            publish(run.counters["version"], pace.average_share)
             metrics |= recent.metrics() | watch.pop_shares()
             metrics |= feed.metrics(run.counters["version"])
             metrics[WAIT_LEARNER] = workers.idle_share()
+            metrics[ACTOR_RESTARTS] = restarts_of(workers, run.topology)
             over = run.finished()
-            if over or run.evaluation_due():
+            if run.evaluation_due(over):
                 metrics |= run.evaluate(evaluated, final=over)
             run.record(metrics)
-            if over or run.save_due():
-                run.save(state | {"rank_json": workers.positions()})
-            if over:
+            saves = over or run.save_due()
+            if saves:
+                own = {
+                    "json": {"replays": saved_replays(run, feed, pacer)},
+                    "rank_json": workers.positions() | {"outcomes": list(recent.outcomes)},
+                    "rank_tensors": {"draws": feed.generator.get_state()},
+                }
+                run.save(state | own, last=over)
+            if over or (saves and run.deterministic):
                 break
-    run.finish(evaluated)
+    if over and not run.interrupted:
+        run.finish(evaluated)
+    return over
 
 
 @dataclass
@@ -162,6 +181,12 @@ class Recent:
     env_steps: int = 0
     decisions: int = 0
     episodes: int = 0
+
+    @classmethod
+    def of(cls, loaded: Mapping[str, Any] | None) -> Recent:
+        """Return what a checkpoint knows of this rank's last episodes."""
+        ranks = None if loaded is None else loaded["rank_json"]
+        return cls(deque([] if ranks is None else ranks["outcomes"], maxlen=200))
 
     def add(self, rows: TensorDictBase) -> None:
         """Take in newly committed transitions."""
@@ -220,10 +245,35 @@ def drain(
                 workers.receive()
 
 
+def collect_in_step(
+    workers: Actors,
+    feed: ReplayFeed,
+    recent: Recent,
+    pacer: Pacer,
+    watch: Stopwatch,
+    version: int = 0,
+) -> None:
+    """Collect, and wait for it, until an update is allowed; arguments as for :func:`drain`.
+
+    Nothing is under way when this returns, so that which policy made which decision does not depend
+    on who was faster. The replay gives rows lane by lane, in whatever order they arrived.
+    """
+    while not (pacer.may_update() and feed.can_draw(version)):
+        with watch.wait(WAIT_ACTORS):
+            for _ in range(workers.num_workers):
+                workers.request()  # of the worker that owes fewest: one of each
+            while workers.pending:
+                workers.receive()
+        rows = feed.absorb()
+        if rows is not None:
+            pacer.decisions += len(rows)
+            recent.add(rows)
+
+
 def make_feed(
     run: Run,
     policy: nn.Module,
-    buffer: TensorDictReplayBuffer,
+    buffer: JournalReplayBuffer,
     settings: ReplaySettings,
     *,
     frozen: bool,
@@ -261,7 +311,6 @@ def make_feed(
         recorded = demonstrations.decision_transitions(episodes, run.chunk_size, gamma)
     return ReplayFeed(
         buffer,
-        capacity=settings.capacity,
         demonstrations=recorded,
         rule=settings,
         tasks=len(run.suite.meta.instructions),

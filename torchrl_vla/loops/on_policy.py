@@ -23,15 +23,23 @@ from tensordict import TensorDictBase
 from torch import nn
 
 from torchrl_vla import schema
-from torchrl_vla.actors import Actors, ActorSettings, load_full_weights, start_actors
+from torchrl_vla.actors import Actors, ActorSettings, start_actors
 from torchrl_vla.learner import Learner
-from torchrl_vla.loops.run import Run
+from torchrl_vla.loops.publishing import Publishing
+from torchrl_vla.loops.run import Run, in_segments
 from torchrl_vla.loops.updates import UpdateSettings, frozen_copy, make_learner, update_epochs
-from torchrl_vla.metrics import TRAIN_SUCCESS, WAIT_ACTORS, WAIT_LEARNER, Stopwatch
-from torchrl_vla.policies.shard import full_weights
+from torchrl_vla.metrics import (
+    ACTOR_RESTARTS,
+    TRAIN_SUCCESS,
+    WAIT_ACTORS,
+    WAIT_LEARNER,
+    Stopwatch,
+)
+from torchrl_vla.policies.deferred import without_weights
 from torchrl_vla.topology import Topology
 
 
+@in_segments
 def train(
     run: Run,
     *,
@@ -43,7 +51,7 @@ def train(
     gamma: float,
     max_lag: int,
     resume: bool,
-) -> None:
+) -> bool:
     """Train until the run's budget is spent.
 
     Args:
@@ -57,7 +65,15 @@ def train(
         gamma: discount per control step.
         max_lag: rounds that actors may be asked for ahead, and versions that a decision may be old.
         resume: continue from the folder's last checkpoint.
+
+    Raises:
+        ValueError: the run is deterministic and rounds are asked for ahead.
     """
+    if run.deterministic and max_lag:
+        raise ValueError(
+            f"topology.deterministic=true and max_lag={max_lag}: which decisions of a round see "
+            "new weights would depend on who is faster; set max_lag=0"
+        )
     policy, learner, goal, evaluated = build_learner(
         run, make_policy, objective, actors, updates, seed=seed, gamma=gamma, max_lag=max_lag
     )
@@ -65,21 +81,15 @@ def train(
         "modules": {"policy": policy, "evaluated": evaluated},
         "optimizers": {"learner": (learner.optimizer, [policy])},
     }
-    loaded = run.resume(state) if resume else None
+    loaded = run.begin(state, resume)
     if loaded is not None:
         learner.updates, goal.rounds = run.counters["updates"], loaded["json"]["rounds"]
     lost = held_of(loaded)
     workers = start_workers(run, make_policy, actors, seed=seed, gamma=gamma, loaded=loaded)
-
-    def publish() -> None:
-        weights = full_weights(policy)
-        load_full_weights(evaluated, weights)
-        workers.publish(weights, run.counters["version"])
-
-    watch, seen = Stopwatch(), Seen()
+    publish, watch, seen = Publishing(policy, evaluated, workers), Stopwatch(), Seen()
     generator = torch.Generator().manual_seed(seed * 1000 + run.topology.rank + learner.updates)
     with workers:
-        publish()
+        publish(run.counters["version"])
         if not run.history:
             run.record(run.evaluate(evaluated, final=True))
         while True:
@@ -93,22 +103,26 @@ def train(
             run.count(*seen.pop_new(), updates=learner.updates, published=trained)
             over = run.finished()
             if trained:
-                publish()
+                publish(run.counters["version"])
                 metrics |= seen.pop_metrics(run.topology) | watch.pop_shares()
                 metrics |= {WAIT_LEARNER: workers.idle_share(), "dropped_resume": float(lost)}
+                metrics[ACTOR_RESTARTS] = restarts_of(workers, run.topology)
                 lost = 0
             elif not over:
                 continue
-            if over or run.evaluation_due():
+            if run.evaluation_due(over):
                 metrics |= run.evaluate(evaluated, final=over)
             if trained:
                 run.record(metrics)
-            if over or run.save_due():
+            saves = over or run.save_due()
+            if saves:
                 own = workers.positions() | {"held": goal.held}
-                run.save(state | {"json": {"rounds": goal.rounds}, "rank_json": own})
-            if over:
+                run.save(state | {"json": {"rounds": goal.rounds}, "rank_json": own}, last=over)
+            if over or (saves and run.deterministic):
                 break
-    run.finish(evaluated)
+    if over and not run.interrupted:
+        run.finish(evaluated)
+    return over
 
 
 def build_learner(
@@ -125,7 +139,9 @@ def build_learner(
     """Return policy, learner, objective and the whole copy that is evaluated; see :func:`train`."""
     build = partial(make_policy, run.suite.meta)
     torch.manual_seed(seed)
-    policy, evaluated = build(), build()
+    with without_weights():
+        policy = build()
+    evaluated = build()
     learner, goal = make_learner(
         run.topology,
         policy,
@@ -176,6 +192,12 @@ def held_of(loaded: dict[str, Any] | None) -> int:
     """Return how many decisions of unfinished trajectories a resume leaves behind on this rank."""
     ranks = None if loaded is None else loaded["rank_json"]
     return 0 if ranks is None else ranks["held"]
+
+
+def restarts_of(workers: Actors, topology: Topology) -> float:
+    """Return how many workers were replaced so far, over all ranks; collective."""
+    mine = torch.tensor(workers.restarts)
+    return float(topology.all_reduce_sum(mine) if topology.world_size > 1 else mine)
 
 
 def next_round(workers: Actors, ahead: int) -> TensorDictBase:

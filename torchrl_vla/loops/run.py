@@ -11,15 +11,22 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from torchrl_vla.checkpoint import Checkpointer, rng_state, set_rng_state
+from torchrl_vla.checkpoint import Checkpointer, check_space, rng_state, set_rng_state
 from torchrl_vla.envs.simulator import Suite
 from torchrl_vla.evaluate import EpisodeResult, as_rows, film, fingerprint, run_episodes, summarise
+from torchrl_vla.loops.plans import (
+    Budget,
+    CheckpointPlan,
+    EvaluationPlan,
+    check_deterministic,
+)
 from torchrl_vla.metrics import (
     ENV_STEPS,
     ENV_STEPS_RATE,
@@ -33,44 +40,9 @@ from torchrl_vla.metrics import (
     Rate,
     rss_gib,
 )
+from torchrl_vla.policies.description import check_description, described
 from torchrl_vla.progress import ProgressDisplay, summary
 from torchrl_vla.topology import Topology
-
-
-@dataclass(frozen=True)
-class Budget:
-    """When a run ends: whichever limit comes first; ``None`` is no limit."""
-
-    minutes: float | None = None
-    env_steps: int | None = None
-    updates: int | None = None
-
-    def __post_init__(self) -> None:
-        limits = (self.minutes, self.env_steps, self.updates)
-        if all(limit is None for limit in limits):
-            raise ValueError("budget has no limit; set budget.minutes, .env_steps or .updates")
-        for name, limit in zip(("minutes", "env_steps", "updates"), limits, strict=True):
-            if limit is not None and limit <= 0:
-                raise ValueError(f"budget.{name} is {limit}; it must be above 0")
-
-
-@dataclass(frozen=True)
-class EvaluationPlan:
-    """How often and on what a run looks at itself."""
-
-    episodes: int = 100
-    """Held-out initial states of the evaluations during the run."""
-    final_episodes: int = 200
-    """Held-out initial states of the first and the last evaluation."""
-    every_minutes: float = 1.5
-    num_envs: int = 8
-    videos: int = 6
-    """Episodes filmed at the end."""
-
-    def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            if value < 0 or (value == 0 and name not in ("videos", "every_minutes")):
-                raise ValueError(f"evaluation.{name} is {value}; it is too small")
 
 
 @dataclass
@@ -86,7 +58,11 @@ class Run:
         evaluation: when to evaluate.
         algorithm: name for the results.
         settings: what an evaluation depends on besides the policy (decode, temperature, ...).
-        save_minutes: minutes between checkpoints.
+        saves: when and how to save.
+        deterministic: actors and learner in lock-step, and nothing that the clock decides: a run
+            that was killed and resumed equals an uninterrupted one bit for bit
+            (docs/decisions/011-lock-step.md).
+        stop_asked: whether this process was asked to stop (:mod:`torchrl_vla.signals`).
         display: show the live display (rank 0).
         report: called as ``report(folder, algorithm)`` when a run with evaluations ends; leaves
             curve and page in the folder and returns the curve (rank 0).
@@ -100,7 +76,9 @@ class Run:
     evaluation: EvaluationPlan
     algorithm: str
     settings: Mapping[str, Any] = field(default_factory=dict)
-    save_minutes: float = 2.0
+    saves: CheckpointPlan = field(default_factory=CheckpointPlan)
+    deterministic: bool = False
+    stop_asked: Callable[[], bool] = lambda: False
     display: bool = True
     report: Callable[[Path, str], Path] | None = None
 
@@ -111,16 +89,21 @@ class Run:
                 f"an evaluation has {fewest} episodes for {self.topology.world_size} ranks; every "
                 "rank needs one: raise evaluation.episodes and evaluation.final_episodes"
             )
+        if self.deterministic:
+            check_deterministic(self.budget, self.evaluation, self.saves)
         self.started = time.monotonic()
         names = ("updates", ENV_STEPS, "decisions", EPISODES, "version")
         self.counters: dict[str, int] = dict.fromkeys(names, 0)
         self._steps_rate, self._update_rate = Rate(), Rate()
         self.history: list[dict[str, Any]] = []
-        self.checkpoints = Checkpointer(self.folder / "checkpoints")
+        self.checkpoints = Checkpointer(
+            self.folder / "checkpoints", self.saves.keep_last, self.saves.keep_best
+        )
         self._simulators = None
-        self._looked = self._saved = 0.0
+        self._looked = self._saved = (0.0, 0)  # seconds and updates when that was done last
         self._before = 0.0
-        self._wants_stop = False
+        self.interrupted = False
+        """Whether all ranks agreed to stop because one was asked to: save, and nothing more."""
         self.log = MetricLog(self.folder) if self.topology.is_main else None
         self.screen = ProgressDisplay(
             None if self.budget.minutes is None else 60 * self.budget.minutes,
@@ -133,14 +116,10 @@ class Run:
         """Seconds spent in the run, earlier attempts included."""
         return self._before + time.monotonic() - self.started
 
-    def stop(self) -> None:
-        """Ask the loop to end at its next look (all ranks follow)."""
-        self._wants_stop = True
-
     def finished(self) -> bool:
         """Whether to stop now; collective, so that no rank waits for one that left."""
         budget, counters = self.budget, self.counters
-        over = self._wants_stop or any(
+        over = any(
             limit is not None and value >= limit
             for value, limit in (
                 (self.seconds / 60, budget.minutes),
@@ -148,7 +127,8 @@ class Run:
                 (counters["updates"], budget.updates),
             )
         )
-        return self._agreed(over)
+        self.interrupted = self._agreed(self.stop_asked())
+        return self._agreed(over) or self.interrupted
 
     def _agreed(self, flag: bool) -> bool:
         return self.topology.any_true(flag) if self.topology.world_size > 1 else flag
@@ -187,16 +167,30 @@ class Run:
             UPDATES_RATE: self._update_rate.per_second(),
         }
         updates = row.pop("updates")
-        self.log.log(row, step=updates)
+        with self.checkpoints.naming_a_full_disk(f"a row of {self.log.path}"):
+            self.log.log(row, step=updates)
         self.screen.update({**row, "update": updates})
 
-    def evaluation_due(self) -> bool:
-        """Whether the evaluation interval has passed; collective."""
-        return self._agreed(self.seconds - self._looked >= 60 * self.evaluation.every_minutes)
+    def evaluation_due(self, over: bool = False) -> bool:
+        """Whether an evaluation interval has passed, or the run is over by itself; collective."""
+        if over:
+            return not self.interrupted
+        plan = self.evaluation
+        return self._agreed(self._passed(self._looked, plan.every_minutes, plan.every_updates))
 
     def save_due(self) -> bool:
-        """Whether the checkpoint interval has passed; collective."""
-        return self._agreed(self.seconds - self._saved >= 60 * self.save_minutes)
+        """Whether a checkpoint interval has passed; collective."""
+        plan = self.saves
+        return self._agreed(self._passed(self._saved, plan.every_minutes, plan.every_updates))
+
+    def _now(self) -> tuple[float, int]:
+        return self.seconds, self.counters["updates"]
+
+    def _passed(self, since: tuple[float, int], minutes: float | None, updates: int | None) -> bool:
+        seconds, done = since
+        return (minutes is not None and self.seconds - seconds >= 60 * minutes) or (
+            updates is not None and self.counters["updates"] - done >= updates
+        )
 
     def evaluate(self, policy: nn.Module, *, final: bool = False) -> dict[str, float]:
         """Evaluate on the held-out states, append to ``eval.json``; collective.
@@ -219,10 +213,12 @@ class Run:
             (r for part in self.topology.gather_objects(mine) for r in part),
             key=lambda result: result.init_state_id,
         )
-        self._looked = self.seconds
+        self._looked = self._now()
         table = self._append(results)
         if self.topology.is_main:
-            write_json(self.folder / "eval.json", self._report(results))
+            report = self._report(results) | described({"evaluated": policy})
+            with self.checkpoints.naming_a_full_disk("eval.json"):
+                write_json(self.folder / "eval.json", report)
         low, high = table["interval"]
         return {EVAL_SUCCESS: table["success_rate"], EVAL_LOW: low, EVAL_HIGH: high}
 
@@ -247,34 +243,71 @@ class Run:
             "results": as_rows(results),
         }
 
-    def save(self, state: Mapping[str, Any]) -> Path:
-        """Save a checkpoint: ``state`` of the loop plus the run's own; collective."""
+    def save(self, state: Mapping[str, Any], *, last: bool = False) -> Path:
+        """Save a checkpoint: ``state`` of the loop plus the run's own; collective.
+
+        Args:
+            state: as for :meth:`torchrl_vla.checkpoint.Checkpointer.save`.
+            last: nothing follows, so that it is complete on return in any case.
+        """
         plain, tensors = rng_state()
         score = self.history[-1]["success_rate"] if self.history else None
         own = {
-            "json": {"counters": self.counters, "history": self.history, "seconds": self.seconds},
+            "json": {
+                "counters": self.counters,
+                "history": self.history,
+                "seconds": self.seconds,
+                **described(state.get("modules", {})),
+            },
             "rank_json": {"rng": plain},
             "rank_tensors": {f"rng.{name}": value for name, value in tensors.items()},
         }
         merged = {key: {**state.get(key, {}), **own.get(key, {})} for key in {*state, *own}}
         path = self.checkpoints.save(
-            self.counters["updates"], merged, score=score, topology=self.topology
+            self.counters["updates"],
+            merged,
+            score=score,
+            topology=self.topology,
+            background=self.saves.asynchronous and not last,
         )
-        self._saved = self.seconds
+        self._saved = self._now()
         return path
 
+    def begin(
+        self, state: Mapping[str, Any], resume: bool, replay_bytes: int = 0
+    ) -> dict[str, Any] | None:
+        """Check that the disk has room, and :meth:`resume` if that is wanted; collective.
+
+        Args:
+            state: what checkpoints hold.
+            resume: go on from the last complete checkpoint if there is one.
+            replay_bytes: what this rank's replay is going to take on the disk.
+        """
+        check_space(self.folder, state, self.topology, replay_bytes)
+        return self.resume(state) if resume else None
+
     def resume(self, state: Mapping[str, Any]) -> dict[str, Any] | None:
-        """Load the last complete checkpoint into ``state``; ``None`` if there is none."""
+        """Load the last complete checkpoint into ``state``.
+
+        Returns:
+            What it holds beside that; ``None`` if none was reached, and then the log is empty.
+        """
         path = self.checkpoints.latest(self.topology)
         if path is None:
+            if self.log is not None:
+                self.log.truncate_after(-1)
+                print(f"{self.folder} reached no checkpoint: it starts anew", flush=True)
             return None
         loaded = self.checkpoints.load(path, state, self.topology)
         plain = loaded["json"]
+        if "policy" in plain:
+            own = described(state.get("modules", {}))
+            check_description(plain["policy"], own["policy"], path)
         self.counters, self.history = plain["counters"], plain["history"]
-        self._before = plain["seconds"]
+        self._before, self.started = plain["seconds"], time.monotonic()
         if self.history:
-            self._looked = self.seconds
-        self._saved = self.seconds
+            self._looked = self.seconds, self.history[-1]["update"]
+        self._saved = self._now()
         if loaded["rank_json"] is not None:
             tensors = {
                 key.removeprefix("rng."): value
@@ -289,6 +322,7 @@ class Run:
 
     def finish(self, policy: nn.Module) -> None:
         """Leave curve, video and page in the folder and print the closing block (rank 0)."""
+        self.checkpoints.wait()
         if self.log is None:
             return
         self.log.close()
@@ -309,6 +343,25 @@ class Run:
         ids = range(first, first + self.evaluation.videos)
         film(policy, self.suite.simulators(1), ids, path, chunk_size=self.chunk_size)
         return path
+
+
+def in_segments(loop: Callable[..., bool]) -> Callable[..., None]:
+    """Let a deterministic run go on after every checkpoint as a resumed one does.
+
+    Open episodes, simulators, action noise and whatever else lives in the processes of a run are in
+    no checkpoint. So a deterministic run gives them up at every checkpoint, and loads it.
+
+    Args:
+        loop: ``loop(run, resume=..., **settings)`` trains until the run is over, or, if it is
+            deterministic, until it has saved; returns whether it is over.
+    """
+
+    @wraps(loop)
+    def train(run: Run, *, resume: bool, **settings: Any) -> None:
+        while not loop(run, resume=resume, **settings):
+            resume = True
+
+    return train
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:

@@ -18,6 +18,7 @@ from torch import nn
 from torchrl_vla.actors import load_full_weights
 from torchrl_vla.learner import Learner, ParameterGroup
 from torchrl_vla.metrics import RATIO_GAP, TARGET_KL_STOPS
+from torchrl_vla.policies.deferred import fill
 from torchrl_vla.policies.shard import full_weights, shard
 from torchrl_vla.topology import Topology
 
@@ -81,7 +82,7 @@ def make_learner(
     for name, parameter in model.named_parameters():
         # What is frozen already (the base under an adapter) stays frozen.
         parameter.requires_grad_(parameter.requires_grad and not name.startswith(idle))
-    shard(model, topology.mesh, blocks=model.shard_plan())
+    fill(shard(model, topology.mesh, blocks=model.shard_plan()))
     named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
     inside = {id(p) for p in model.parameters()}
     groups = {

@@ -12,6 +12,7 @@ Names are ``room/thing``; the suffix says how ranks combine: ``_sum`` and ``_cou
 from torchrl_vla.metrics.log import METRICS_FILE, WRITERS, MetricLog, read_metrics
 from torchrl_vla.metrics.measure import Rate, Stopwatch, rss_gib
 from torchrl_vla.metrics.names import (
+    ACTOR_RESTARTS,
     ENV_STEPS,
     ENV_STEPS_RATE,
     EPISODES,
@@ -30,6 +31,7 @@ from torchrl_vla.metrics.names import (
 from torchrl_vla.metrics.reduction import reduce_metrics, wilson_interval
 
 __all__ = [
+    "ACTOR_RESTARTS",
     "ENV_STEPS",
     "ENV_STEPS_RATE",
     "EPISODES",

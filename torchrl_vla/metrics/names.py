@@ -12,6 +12,7 @@ ENV_STEPS_RATE = "rate/env_steps"
 UPDATES_RATE = "rate/updates"
 WAIT_ACTORS = "wait/actors"
 WAIT_LEARNER = "wait/learner"
+ACTOR_RESTARTS = "actors/restarts"
 RATIO_GAP = "ratio_gap"
 TARGET_KL_STOPS = "target_kl_stops"
 RSS = "memory/rss_gib"
@@ -27,6 +28,7 @@ NAMES: dict[str, str] = {
     UPDATES_RATE: "updates per second",
     WAIT_ACTORS: "share of wall time the learner waited for actors, 0..1",
     WAIT_LEARNER: "share of wall time the actors waited for the learner, 0..1",
+    ACTOR_RESTARTS: "actor workers replaced since the run (or its last attempt) began",
     RSS: "resident memory of this rank and its children, GiB",
 }
 """Names that the display and the report read. Runs may log any others beside them."""

@@ -181,11 +181,12 @@ class SoftActorCritic:
     With ``target_reduction="subset"``, ``actor_reduction="mean"``, more heads and half of every
     minibatch from demonstrations it is RLPD (Ball et al. 2023, arXiv:2302.02948).
 
-    Differs: the actor also pays ``cloning_weight`` × squared error on chunks of the *replay* (not
-    on its own), so that a good start is not forgotten while Q is young (0: no such term).
+    Differs: the actor also pays ``cloning_weight`` × its cloning error on chunks of the *replay*
+    (not on its own), so that a good start is not forgotten while Q is young (0: no such term).
 
     Args:
-        actor: TorchRL actor reading ``"features"``, writing the chunk.
+        actor: TorchRL actor reading ``"features"``, writing the chunk, with a ``cloning_error``
+            (squared error of a Gaussian's location, flow matching of a flow actor).
         q_heads: E critics ``(features, chunk) -> [*, 1]``, each with its own initialisation.
         encode: maps a batch to features ``[B, F]``, used when the batch holds none.
         gamma: discount per control step.
@@ -281,7 +282,7 @@ class SoftActorCritic:
     @property
     def actor_parameters(self) -> list[nn.Parameter]:
         """Trainable parameters of the actor's head."""
-        return list(self.actor.parameters())
+        return [p for p in self.actor.parameters() if p.requires_grad]
 
     @property
     def critic_parameters(self) -> list[nn.Parameter]:
@@ -329,10 +330,11 @@ class SoftActorCritic:
         return out | self._actor_terms(self._choices(features, gradient=True), source, totals)
 
     def _choices(self, features: Tensor, *, gradient: bool) -> TensorDict:
-        """Return ``features`` with the ``loc`` and ``scale`` that the actor's head gives there."""
+        """Return ``features`` with what the actor's distribution there keeps for another call."""
         rows = TensorDict({FEATURES: features}, batch_size=features.shape[:-1])
         with torch.set_grad_enabled(gradient):
-            return self.actor[0](rows)
+            self.actor.get_dist(rows)
+        return rows
 
     def _critic_terms(
         self, rows: TensorDict, batch: TensorDictBase, totals: Mapping[str, Tensor]
@@ -358,7 +360,7 @@ class SoftActorCritic:
             "entropy": -share * info["log_prob"].mean(),
         }
         if self.cloned_rows is not None:
-            error = (rows["loc"].tanh() - batch[schema.CHUNK]) ** 2
+            error = self.actor.cloning_error(rows, batch[schema.CHUNK])
             cloned = action_mask(cloned_steps(batch, self.cloned_rows), error.shape[-1])
             cloning = masked_sum(error, cloned) / totals["cloned"].clamp_min(1)
             out["loss_cloning"] = self.cloning_weight * cloning
@@ -368,9 +370,7 @@ class SoftActorCritic:
         """Return log-prob plus target entropy ``[B]``: above 0 where entropy is below target."""
         if self.entropy_unit == "chunk":
             return log_prob + self.target_entropy
-        with torch.no_grad():
-            drawn = self.actor.get_dist(rows)
-            numbers = drawn.number_log_prob(drawn.sample())
+        numbers = self.actor.get_dist(rows).drawn_log_probs()
         executed = batch[schema.EXECUTED_MASK].unsqueeze(-1)
         wanted = target_entropy(batch[schema.NUM_EXECUTED], numbers.shape[-1], self.target_entropy)
         return torch.where(executed, numbers, 0).flatten(1).sum(-1) + wanted.squeeze(-1)

@@ -64,11 +64,15 @@ class TokenCloning:
 
     The unscaled distribution is cloned; the temperature is the policy's at play.
 
+    Labels are made in the units of the policy's bins: of a checkpoint with statistics those are
+    normalised numbers, which the policy's ``normalise`` gives.
+
     Args:
-        policy: a token policy (``unscaled_logits``, ``bin_centres``, ``action_tokenizer``).
+        policy: a token policy (``unscaled_logits``, ``normalise``, ``bin_centres``,
+            ``action_tokenizer``).
         labels: ``"hard"``: the bin of the demonstrated number; ``"soft"``: spread over its
             neighbours.
-        label_sigma: width of the soft labels in action units, > 0; only with ``"soft"``.
+        label_sigma: width of the soft labels in the bins' units, > 0; only with ``"soft"``.
 
     Raises:
         ValueError: unknown labels, or a width that is missing or not used.
@@ -101,7 +105,7 @@ class TokenCloning:
             loss = token_cross_entropy(logits, self.policy.action_tokenizer.encode(chunk))
         else:
             loss = soft_token_cross_entropy(
-                logits, chunk, self.policy.bin_centres, self.label_sigma
+                logits, self.policy.normalise(chunk), self.policy.bin_centres, self.label_sigma
             )
         log_probs = logits.detach().log_softmax(-1)
         entropy = -(log_probs.exp() * log_probs).sum(-1)
@@ -163,3 +167,47 @@ class GaussianCloning:
             "loss_cloning": chunk_mean(error, mask, totals["numbers"]),
             "loss_scale": chunk_mean(spread, mask, totals["numbers"]),
         }
+
+
+class RegressionCloning:
+    """L1 regression of OpenVLA-OFT's continuous head, in the checkpoint's normalised units.
+
+    Args:
+        policy: a regression policy (``normalised_chunk``, ``normalise``).
+
+    Source: Kim et al. 2025, arXiv:2502.19645, section 4.
+    """
+
+    def __init__(self, policy: nn.Module) -> None:
+        self.policy = policy
+
+    def counts(self, batch: TensorDictBase) -> dict[str, Tensor]:
+        """Return the number of real action numbers."""
+        return {"numbers": real_numbers(batch)}
+
+    def __call__(self, batch: TensorDictBase, totals: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return ``loss_cloning``, the mean absolute error per number."""
+        error = l1(self.policy.normalise(batch[schema.CHUNK]), self.policy.normalised_chunk(batch))
+        return {"loss_cloning": chunk_mean(error, batch[schema.EXECUTED_MASK], totals["numbers"])}
+
+
+class FlowCloning:
+    """Flow matching on expert chunks: squared error of the velocity at a random time and noise.
+
+    Args:
+        policy: a flow policy (``cloning_error``).
+
+    Source: Lipman et al. 2023, arXiv:2210.02747.
+    """
+
+    def __init__(self, policy: nn.Module) -> None:
+        self.policy = policy
+
+    def counts(self, batch: TensorDictBase) -> dict[str, Tensor]:
+        """Return the number of real action numbers."""
+        return {"numbers": real_numbers(batch)}
+
+    def __call__(self, batch: TensorDictBase, totals: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return ``loss_cloning``, the mean squared error per number of the executed steps."""
+        error = self.policy.cloning_error(batch)
+        return {"loss_cloning": chunk_mean(error, batch[schema.EXECUTED_MASK], totals["numbers"])}

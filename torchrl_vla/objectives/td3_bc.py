@@ -6,7 +6,7 @@ import copy
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
-from tensordict import TensorDictBase
+from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModule
 from torch import Tensor, nn
 
@@ -37,10 +37,11 @@ from torchrl_vla.objectives.reduction import masked_sum
 class TD3BC:
     """TD3+BC (Fujimoto and Gu 2021, arXiv:2106.06860) on TD3 (Fujimoto et al., arXiv:1802.09477).
 
-    The policy is the squashed location of the Gaussian head. Targets come from a delayed copy of it
-    plus clipped noise. The actor maximises ``lambda Q - (pi - a)^2`` with
-    ``lambda = q_weight / mean |Q|``. Actors explore with the head's own samples; no term here moves
-    its scale.
+    The policy is the actor without exploration noise: the squashed location of a Gaussian head, the
+    ODE's end of a flow actor from a fresh first state. Targets come from a delayed copy of it plus
+    clipped noise. The actor maximises ``lambda Q - cloning error`` with
+    ``lambda = q_weight / mean |Q|``; the cloning error is ``(pi - a)^2``, or flow matching. Actors
+    explore with their own samples; no term here moves a Gaussian's scale.
 
     Differs: TorchRL's ``TD3BCLoss`` takes the mean |Q| and the cloning term over the local batch
     and over every number. Here both are global (equal for any micro-batch split and number of
@@ -48,7 +49,7 @@ class TD3BC:
     ``off_policy.py`` are used. The targets' ensemble may be reduced as in REDQ.
 
     Args:
-        actor: TorchRL actor; its first module writes ``loc`` at ``"features"``.
+        actor: TorchRL actor reading ``"features"``, with ``noiseless`` and ``cloning_error``.
         q_heads: E critics ``(features, chunk) -> [*, 1]``, each with its own initialisation.
         encode: maps a batch to features ``[B, F]``, used when the batch holds none.
         gamma: discount per control step.
@@ -103,27 +104,19 @@ class TD3BC:
         self.updates = 0
         self.ensemble = Ensemble(q_heads)
         self.of_target = Reduction(target_reduction, target_subset, len(q_heads))
-        self.target_head = copy.deepcopy(self.head).requires_grad_(False)
+        self.target_actor = copy.deepcopy(actor).requires_grad_(False)
         self.state = nn.Module()
         self.state.q, self.state.target = self.ensemble.online, self.ensemble.target
-        self.state.target_actor = self.target_head
+        self.state.target_actor = self.target_actor
         self._moving = (
-            [
-                *self.ensemble.target.parameters(),
-                *self.target_head.parameters(),
-            ],
-            [*self.ensemble.online.parameters(), *self.head.parameters()],
+            [*self.ensemble.target.parameters(), *self.target_actor.parameters()],
+            [*self.ensemble.online.parameters(), *actor.parameters()],
         )
-
-    @property
-    def head(self) -> nn.Module:
-        """The actor's head, ``features -> (loc, scale)``."""
-        return self.actor[0].module
 
     @property
     def actor_parameters(self) -> list[nn.Parameter]:
         """Trainable parameters of the actor's head."""
-        return list(self.head.parameters())
+        return [p for p in self.actor.parameters() if p.requires_grad]
 
     @property
     def critic_parameters(self) -> list[nn.Parameter]:
@@ -159,7 +152,8 @@ class TD3BC:
         source = batch.get(ACTOR_ROWS, batch)
         with torch.no_grad():
             features, _ = encoded(source, self.encode, following=False)
-            counts["abs_q"] = self._q(features, self.head(features)[0].tanh()).abs().sum()
+            chunk = self.actor.noiseless(_at(features))
+            counts["abs_q"] = self._q(features, chunk).abs().sum()
         return counts
 
     def _q(self, features: Tensor, chunk: Tensor) -> Tensor:
@@ -170,7 +164,7 @@ class TD3BC:
         """Return ``loss_critic``, and ``loss_actor``, ``loss_cloning`` when due; statistics."""
         features, following = encoded(batch, self.encode)
         with torch.no_grad():
-            fresh = self.head(features)[0].tanh()
+            fresh = self.actor.noiseless(_at(features))
         chunk = fill_unexecuted(batch[schema.CHUNK], batch[schema.EXECUTED_MASK], fresh)
         rows = loss_rows(batch, features, following, chunk)
         out = self._critic_terms(rows, batch, totals)
@@ -187,7 +181,7 @@ class TD3BC:
     def target(self, rows: TensorDictBase) -> Tensor:
         """Return the Bellman target ``[B, 1]``: delayed policy, clipped noise, reduced targets."""
         features = rows[NEXT_FEATURES]
-        chunk = self.target_head(features)[0].tanh()
+        chunk = self.target_actor.noiseless(_at(features))
         noise = (self.target_noise * torch.randn_like(chunk)).clamp(
             -self.noise_clip, self.noise_clip
         )
@@ -214,12 +208,17 @@ class TD3BC:
     def _actor_terms(
         self, features: Tensor, batch: TensorDictBase, totals: Mapping[str, Tensor]
     ) -> dict[str, Tensor]:
-        chunk = self.head(features)[0].tanh()
+        at = _at(features)
+        chunk = self.actor.noiseless(at)
         weight = self.q_weight * totals["rows"] / totals["abs_q"]
-        error = (chunk - batch[schema.CHUNK]).square()
+        error = self.actor.cloning_error(at, batch[schema.CHUNK])
         cloned = action_mask(cloned_steps(batch, self.cloned_rows), error.shape[-1])
         return {
             "loss_actor": -weight * self._q(features, chunk).sum() / totals["rows"],
             "loss_cloning": masked_sum(error, cloned) / totals["cloned"].clamp_min(1),
             "q_weight": weight * len(batch) / totals["rows"],
         }
+
+
+def _at(features: Tensor) -> TensorDict:
+    return TensorDict({FEATURES: features}, batch_size=features.shape[:-1])

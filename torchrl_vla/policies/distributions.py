@@ -65,6 +65,11 @@ class ChunkTanhNormal(TanhNormal):
         """Which numbers of a chunk lie exactly on an end of the range, ``[*, H, A]`` bool."""
         return (value >= self.high) | (value <= self.low)
 
+    def drawn_log_probs(self) -> Tensor:
+        """Return the log-prob of each number of a fresh chunk, ``[*, H, A]``, without gradient."""
+        with torch.no_grad():
+            return self.number_log_prob(self.sample())
+
     def number_log_prob(self, value: Tensor) -> Tensor:
         """Log-density of each number of a stored chunk.
 

@@ -10,7 +10,6 @@ import json
 import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from torch import Tensor, nn
 from transformers import AutoTokenizer
 
 from torchrl_vla import schema
-from torchrl_vla.policies.images import ImagePipeline
+from torchrl_vla.policies.images import ImagePipeline, PixelScale
 from torchrl_vla.policies.lora import LoraSettings, Policy, add_lora
 from torchrl_vla.policies.policy import Precision
 from torchrl_vla.policies.statistics import Normalizer
@@ -40,8 +39,12 @@ PAD = -1
 """Marks padding in prompt tables, because the pad token of some vocabularies is a real one too."""
 
 
-def resolve_checkpoint(name: str) -> Path:
+def resolve_checkpoint(name: str | Path, ends: Sequence[str] = FETCHED) -> Path:
     """Return the folder of a checkpoint: a local one, or a hub id's snapshot.
+
+    Args:
+        name: folder or hub id.
+        ends: of the file names that are fetched of a hub id.
 
     Raises:
         FileNotFoundError: neither a folder nor a hub id that can be had; one line names both ways.
@@ -50,11 +53,12 @@ def resolve_checkpoint(name: str) -> Path:
     if folder.is_dir():
         return folder
     try:
-        return Path(snapshot_download(name, allow_patterns=[f"*{end}" for end in FETCHED]))
+        return Path(snapshot_download(str(name), allow_patterns=[f"*{end}" for end in ends]))
     except (OSError, HfHubHTTPError, HFValidationError, LocalEntryNotFoundError) as error:
         raise FileNotFoundError(
             f"policy.checkpoint={name} is no local folder, and as a hub id it cannot be fetched "
-            f"({type(error).__name__}); download it elsewhere and pass policy.checkpoint=FOLDER"
+            f"({type(error).__name__}); download it where there is a network (hf download {name} "
+            "--local-dir FOLDER) and pass policy.checkpoint=FOLDER"
         ) from error
 
 
@@ -201,6 +205,7 @@ class PromptReader(nn.Module):
         prompts: int64 ``[num_tasks, L]``, :func:`prompt_table`.
         image_size: ``s``.
         pipeline: from the camera's pixels to the network's, uint8 in and out.
+        cameras: rows of the suite's camera axis that are read, in the model's order; None for all.
         state_normalizer: to the checkpoint's state units; None leaves SI units.
         precision: of the trunk's arithmetic; weights and outputs stay float32.
         vocabulary: words by id if the prompts are made of the suite's own words; empty if they come
@@ -215,6 +220,7 @@ class PromptReader(nn.Module):
         *,
         image_size: int,
         pipeline: ImagePipeline | None = None,
+        cameras: Sequence[int] | None = None,
         state_normalizer: Normalizer | None = None,
         precision: Precision = "float32",
         vocabulary: Sequence[str] = (),
@@ -225,38 +231,39 @@ class PromptReader(nn.Module):
         self.model, self.vocabulary, self.facts = model, tuple(vocabulary), dict(facts or {})
         self.image_size, self.precision = image_size, precision
         self.pipeline = ImagePipeline() if pipeline is None else pipeline
+        self.cameras = None if cameras is None else list(cameras)
         self.state_normalizer = state_normalizer
         self.register_buffer("instruction_table", prompts, persistent=False)
 
-    def forward(self, td: TensorDictBase, outputs: tuple[str, ...]) -> dict[str, Tensor]:
-        """Run the trunk on ``td`` (any batch dims, none included); outputs keep those dims."""
-        image = self.pipeline(td.get(schema.IMAGE), self.image_size)
-        state = td.get(schema.STATE)
-        if self.state_normalizer is not None:
-            state = self.state_normalizer.normalise(state)
+    def forward(
+        self, td: TensorDictBase, outputs: tuple[str, ...], **given: Any
+    ) -> dict[str, Tensor]:
+        """Run the trunk on ``td`` (any batch dims, none included); outputs keep those dims.
+
+        ``given`` are further arguments of the trunk.
+        """
+        image, state = td.get(schema.IMAGE), td.get(schema.STATE)
         words = self.instruction_table[td.get(schema.TASK_ID).squeeze(-1)]
         dims, shape = td.batch_dims, td.batch_size
+        image = image.reshape(-1, *image.shape[dims:])
+        if self.cameras not in (None, list(range(image.shape[1]))):
+            image = image[:, self.cameras]
+        if self.state_normalizer is not None:
+            state = self.state_normalizer.normalise(state)
         with autocast(self.precision, image.device):
             out = self.model(
-                image.reshape(-1, *image.shape[dims:]),
+                self.pipeline(image, self.image_size),
                 state.reshape(-1, state.shape[-1]),
                 words.reshape(-1, words.shape[-1]),
                 outputs,
+                **given,
             )
         return {key: value.reshape(*shape, *value.shape[1:]) for key, value in out.items()}
 
     def describe(self) -> dict[str, Any]:
         """Return what a result of this policy depends on besides its weights, as plain values."""
-        images = self.pipeline.describe() | {"size": self.image_size}
+        images = self.pipeline.describe() | {"size": self.image_size, "cameras": self.cameras}
         return {"images": images, "precision": self.precision, **self.facts}
-
-
-@dataclass(frozen=True)
-class PixelScale:
-    """Mean and standard deviation of normalised pixels (of values in [0, 1]), per channel."""
-
-    mean: tuple[float, float, float] = (0.5, 0.5, 0.5)
-    std: tuple[float, float, float] = (0.5, 0.5, 0.5)
 
 
 def read_pixel_scale(folder: Path) -> PixelScale:
@@ -267,11 +274,3 @@ def read_pixel_scale(folder: Path) -> PixelScale:
         if "image_mean" in entry:
             return PixelScale(tuple(entry["image_mean"]), tuple(entry["image_std"]))
     return PixelScale()
-
-
-def to_pixels(image: Tensor, scale: PixelScale, dtype: torch.dtype) -> Tensor:
-    """Map uint8 ``[B, K, 3, s, s]`` to normalised pixels; computed in float32."""
-    mean, std = (
-        torch.tensor(part, device=image.device).reshape(3, 1, 1) for part in (scale.mean, scale.std)
-    )
-    return ((image.float() / 255.0 - mean) / std).to(dtype)

@@ -31,6 +31,7 @@ from torchrl_vla.policies.flow import (
     sample_path,
     sample_times,
 )
+from torchrl_vla.policies.heads import QHead
 from torchrl_vla.policies.policy import FEATURES, VALUE, Precision, is_random
 from torchrl_vla.policies.statistics import ActionSpace
 
@@ -127,6 +128,11 @@ class FlowDistribution:
         """
         return path_log_probs(self.field, path, self.schedule, self.actor.head.real).sum(-3)
 
+    def drawn_log_probs(self) -> Tensor:
+        """Return what :meth:`number_log_prob` gives for a fresh path, without gradient."""
+        with torch.no_grad():
+            return self.path()[1].sum(-3)
+
     def log_prob(self, path: Tensor) -> Tensor:
         """Score a stored path, summed over its steps: ``[*]``, or ``[*, H, A]`` per number."""
         numbers = self.number_log_prob(path)
@@ -205,12 +211,16 @@ class FlowActor(TensorDictModuleBase):
 
         return velocity
 
-    def cloning_error(self, features: Tensor, chunk: Tensor) -> Tensor:
+    def noiseless(self, tensordict: TensorDictBase) -> Tensor:
+        """Return the chunk ``[*, H, A]`` of the ODE from a fresh first state, with gradient."""
+        return self.to_chunk(self.get_dist(tensordict).ode_path()[0][..., -1, :, :])
+
+    def cloning_error(self, tensordict: TensorDictBase, chunk: Tensor) -> Tensor:
         """Return the flow-matching error of chunks ``[*, H, A]``, the same shape, float32.
 
         One time and one noise per chunk, drawn from the global generator; mask and reduce outside.
         """
-        action = self.from_chunk(chunk)
+        action, features = self.from_chunk(chunk), tensordict.get(FEATURES)
         t = sample_times(tuple(action.shape[:-2]), device=action.device)
         rows, columns = self.head.real
         error = flow_matching_error(self.field(features), action, torch.randn_like(action), t)
@@ -294,7 +304,12 @@ class FlowPolicy(TensorDictModuleBase):
         """Return the flow-matching error of the stored chunks, ``[*, H, A]``."""
         features = tensordict.get(FEATURES, None)
         features = self.features(tensordict) if features is None else features
-        return self.actor.cloning_error(features, tensordict.get(schema.CHUNK))
+        given = TensorDict({FEATURES: features}, batch_size=tensordict.batch_size)
+        return self.actor.cloning_error(given, tensordict.get(schema.CHUNK))
+
+    def make_critics(self, number: int) -> list[nn.Module]:
+        """Return ``number`` fresh Q heads ``(features [*, F], chunk [*, H, A]) -> [*, 1]``."""
+        return [QHead(self.model.model.feature_dim, *self.actor.head.real) for _ in range(number)]
 
     def parts(self) -> dict[str, nn.Module]:
         """Return the modules that a weights file holds, by name."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from tensordict import TensorDictBase
 from tensordict.nn import InteractionType, TensorDictModuleBase
-from torch import nn
+from torch import Tensor, nn
 from torchrl.modules import ProbabilisticActor
 
 from torchrl_vla import schema
@@ -66,7 +66,7 @@ class GaussianHead(nn.Module):
     ) -> None:
         super().__init__()
         self.net = mlp(feature_dim, hidden, 2 * chunk_size * action_dim)
-        self.shape = (chunk_size, 2 * action_dim)
+        self.shape, self.real = (chunk_size, 2 * action_dim), (chunk_size, action_dim)
         self.log_std_range = log_std_range
 
     def forward(self, features: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -155,6 +155,15 @@ class ChunkActor(ProbabilisticActor):
         if loc is None:
             loc = self[0](tensordict).get("loc")
         return ChunkTanhNormal(loc, tensordict.get("scale"))
+
+    def noiseless(self, tensordict: TensorDictBase) -> Tensor:
+        """Return the chunk without exploration noise ``[*, H, A]``: the squashed location."""
+        loc = tensordict.get("loc", None)
+        return (self[0](tensordict).get("loc") if loc is None else loc).tanh()
+
+    def cloning_error(self, tensordict: TensorDictBase, chunk: Tensor) -> Tensor:
+        """Return the squared error of the squashed location, of each number, ``[*, H, A]``."""
+        return (self.noiseless(tensordict) - chunk).square()
 
 
 def chunk_actor(head: GaussianHead) -> ChunkActor:

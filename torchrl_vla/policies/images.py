@@ -1,5 +1,7 @@
 """What happens to a camera image before a vision tower, as one described pipeline.
 
+Pixels first (:class:`ImagePipeline`, uint8 in and out), then their scale (:func:`to_pixels`).
+
 Raw uint8 images travel from the environment to the policy; the pipeline runs inside the policy, so
 that actor, learner and evaluation cannot disagree, and a video can show the same pixels.
 
@@ -13,6 +15,7 @@ from __future__ import annotations
 
 import io
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -98,6 +101,34 @@ class ImagePipeline:
             out[row] = _resized(pixels, size, self.resize)
         tensor = torch.from_numpy(out).movedim(-1, 1).to(images.device)
         return tensor.reshape(*images.shape[:-2], size, size)
+
+
+@dataclass(frozen=True)
+class PixelScale:
+    """Mean and standard deviation of normalised pixels (of values in [0, 1]), per channel."""
+
+    mean: tuple[float, float, float] = (0.5, 0.5, 0.5)
+    std: tuple[float, float, float] = (0.5, 0.5, 0.5)
+
+
+def to_pixels(images: Tensor, scales: Sequence[PixelScale], dtype: torch.dtype) -> Tensor:
+    """Normalise images for towers that look at the same pixels.
+
+    Args:
+        images: uint8 ``[*, 3, s, s]``.
+        scales: one per tower.
+        dtype: of the result; computed in float32.
+
+    Returns:
+        ``[*, 3 * towers, s, s]``, the towers' channels one after another.
+    """
+    unit = images.to(torch.float32).div_(255.0)
+    parts = [
+        (unit - unit.new_tensor(scale.mean)[:, None, None])
+        / unit.new_tensor(scale.std)[:, None, None]
+        for scale in scales
+    ]
+    return (parts[0] if len(parts) == 1 else torch.cat(parts, dim=-3)).to(dtype)
 
 
 def _jpeg(pixels: np.ndarray, quality: int) -> np.ndarray:

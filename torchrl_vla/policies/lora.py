@@ -50,7 +50,8 @@ class LoraSettings:
 def add_lora(policy: Policy, settings: LoraSettings) -> Policy:
     """Inject adapters into ``policy`` in place, and freeze the rest; call before sharding.
 
-    A fresh adapter adds exactly 0.
+    A fresh adapter adds exactly 0. Layers without storage (``policies/deferred.py``) stay so, their
+    adapters do not.
 
     Raises:
         ModuleNotFoundError: peft is not installed.
@@ -58,6 +59,7 @@ def add_lora(policy: Policy, settings: LoraSettings) -> Policy:
     """
     try:
         from peft import LoraConfig, inject_adapter_in_model
+        from peft.tuners.lora import LoraLayer
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
             "policy.lora needs peft: pip install 'torchrl_vla[lora]', or set policy.lora=null"
@@ -68,6 +70,12 @@ def add_lora(policy: Policy, settings: LoraSettings) -> Policy:
         inject_adapter_in_model(recipe, policy)
     except ValueError as error:
         raise ValueError(f"lora.targets={settings.targets} fit no layer: {error}") from error
+    for layer in policy.modules():
+        if isinstance(layer, LoraLayer) and any(p.is_meta for p in layer.lora_A.parameters()):
+            # peft puts an adapter where its layer is; no file holds this one.
+            for adapter in (layer.lora_A, layer.lora_B):
+                adapter.to_empty(device="cpu")
+            layer.reset_lora_parameters("default", init_lora_weights=True)
     return train_only(policy, (f"*{ADAPTER}*", *settings.trained))
 
 
@@ -110,6 +118,20 @@ def _matching(policy: nn.Module, patterns: Sequence[str]) -> set[str]:
     return found
 
 
+def trainable_names(policy: nn.Module) -> tuple[str, ...]:
+    """Return the names of the trainable parameters: all that changes from publish to publish.
+
+    Sharding and adapters keep them, so a learner's names are those of its actors.
+
+    Raises:
+        ValueError: nothing is trainable.
+    """
+    names = tuple(name for name, p in policy.named_parameters() if p.requires_grad)
+    if not names:
+        raise ValueError("no parameter of the policy is trainable: nothing would be published")
+    return names
+
+
 def trainable_weights(policy: nn.Module) -> TensorDict:
     """Return the whole trainable parameters of ``policy``: what a publish has to carry. Collective.
 
@@ -121,14 +143,11 @@ def trainable_weights(policy: nn.Module) -> TensorDict:
         ValueError: nothing is trainable.
     """
     reshard(policy)
-    found = TensorDict()
-    for name, parameter in policy.named_parameters():
-        if parameter.requires_grad:
-            value = parameter.detach()
-            whole = value.full_tensor() if isinstance(value, DTensor) else value
-            found.set(tuple(name.split(".")), whole.to("cpu", copy=True))
-    if found.is_empty():
-        raise ValueError("no parameter of the policy is trainable: nothing would be published")
+    found, parameters = TensorDict(), dict(policy.named_parameters())
+    for name in trainable_names(policy):
+        value = parameters[name].detach()
+        whole = value.full_tensor() if isinstance(value, DTensor) else value
+        found.set(tuple(name.split(".")), whole.to("cpu", copy=True))
     return found
 
 

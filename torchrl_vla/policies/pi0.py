@@ -25,7 +25,6 @@ from transformers.models.siglip.modeling_siglip import SiglipEncoderLayer
 
 from torchrl_vla.policies.families import (
     PAD,
-    PixelScale,
     PromptReader,
     check_source,
     check_vocabulary,
@@ -34,11 +33,10 @@ from torchrl_vla.policies.families import (
     prompt_table,
     read_pixel_scale,
     resolve_checkpoint,
-    to_pixels,
 )
 from torchrl_vla.policies.flow import FlowSchedule
 from torchrl_vla.policies.flow_policy import FlowActor, FlowDecode, FlowPolicy
-from torchrl_vla.policies.images import ImagePipeline
+from torchrl_vla.policies.images import ImagePipeline, PixelScale, to_pixels
 from torchrl_vla.policies.instructions import build_vocabulary, tokenize
 from torchrl_vla.policies.lora import LoraSettings
 from torchrl_vla.policies.pi0_checkpoint import (
@@ -47,7 +45,7 @@ from torchrl_vla.policies.pi0_checkpoint import (
     read_statistics,
 )
 from torchrl_vla.policies.policy import Precision
-from torchrl_vla.policies.prefix import Prefix, PrefixLayout, PrefixValue
+from torchrl_vla.policies.prefix import Prefix, PrefixLayout, PrefixValue, make_critics
 from torchrl_vla.policies.statistics import ActionSpace, fingerprint
 from torchrl_vla.schema import SuiteMeta
 
@@ -128,7 +126,7 @@ class PI0Trunk(nn.Module):
 
     def _encode(self, image: Tensor, state: Tensor, words: Tensor) -> Prefix:
         weight = self.prefix.vlm.get_input_embeddings().weight
-        pixels = to_pixels(image, self.pixel_scale, weight.dtype)
+        pixels = to_pixels(image, [self.pixel_scale], weight.dtype)
         mask = words != PAD
         cameras = torch.ones(image.shape[:2], dtype=torch.bool, device=image.device)
         embeds = self.prefix.embed_prefix(words.clamp_min(0), pixels, cameras)
@@ -179,6 +177,18 @@ class PI0Expert(nn.Module):
             cache=cache,
         )
         return out.logits.float().reshape(x.shape)
+
+
+class PI0Policy(FlowPolicy):
+    """A flow policy whose critics read the prefix."""
+
+    def make_critics(self, number: int) -> list[nn.Module]:
+        """Return ``number`` Q heads that pool the prefix, 2 to 10, see :class:`PrefixQHead`."""
+        trunk = self.model.model
+        attention_heads = trunk.value_head.pool.attention.num_heads
+        return make_critics(
+            trunk.layout, *self.actor.head.real, number, attention_heads=attention_heads
+        )
 
 
 def split(network: PI0ForConditionalGeneration) -> PI0ForConditionalGeneration:
@@ -266,7 +276,7 @@ def make_policy(
     attention_heads: int = 8,
     images: ImagePipeline | None = None,
     lora: LoraSettings | None = None,
-) -> FlowPolicy:
+) -> PI0Policy:
     """Build a pi0 policy for a suite.
 
     Args:
@@ -300,7 +310,10 @@ def make_policy(
         state_normalizer=normalizer(entry, "state", meta.state_dim),
         precision=precision,
         vocabulary=build_vocabulary(meta.instructions) if size else (),
-        facts={"checkpoint": checkpoint, "statistics": fingerprint(entry)},
+        facts={
+            "checkpoint": checkpoint,
+            "statistics_sha256": fingerprint(entry) if entry else None,
+        },
     )
     actor = FlowActor(
         PI0Expert(split(network), trunk.layout, (chunk_size, meta.action_dim)),
@@ -308,7 +321,7 @@ def make_policy(
         ActionSpace(normalizer(entry, "actions", meta.action_dim)),
         precision=precision,
     )
-    policy = FlowPolicy(reader, actor, eval_decode=eval_decode, store_log_probs=store_log_probs)
+    policy = PI0Policy(reader, actor, eval_decode=eval_decode, store_log_probs=store_log_probs)
     return finish_policy(policy, checkpoint, weights, lora)
 
 

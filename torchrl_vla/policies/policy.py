@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from tensordict import TensorDict, TensorDictBase
@@ -25,6 +25,7 @@ from torchrl.modules.vla import VLAWrapperBase
 
 from torchrl_vla import schema
 from torchrl_vla.policies.distributions import ChunkTanhNormal
+from torchrl_vla.policies.heads import QHead
 from torchrl_vla.policies.instructions import tokenize
 
 Decode = Literal["mean", "argmax", "sample"]
@@ -111,6 +112,10 @@ class Observer(nn.Module):
                 outputs,
             )
         return {key: value.reshape(*shape, *value.shape[1:]) for key, value in out.items()}
+
+    def describe(self) -> dict[str, Any]:
+        """Return what a result of this policy depends on besides its weights, as plain values."""
+        return {"precision": self.precision, "statistics_sha256": None}
 
     def _autocast(self, device: torch.device) -> AbstractContextManager[None]:
         if self.precision == "float32":
@@ -204,6 +209,10 @@ class TokenPolicy(VLAWrapperBase):
         """Return float32 logits ``[*, H, A, V]`` before the temperature, for cloning."""
         return self._split(self.model(tensordict, ("logits",))["logits"])
 
+    def normalise(self, chunk: torch.Tensor) -> torch.Tensor:
+        """Return control vectors ``[*, H, A]`` in the units of :attr:`bin_centres`: the same."""
+        return chunk
+
     def score(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Write logits ``[*, H, A, V]`` and value ``[*, 1]`` from one trunk pass.
 
@@ -271,6 +280,12 @@ class GaussianPolicy(TensorDictModuleBase):
         if features is None:
             features = self.features(tensordict)
         return self.actor[0].module(features)
+
+    def make_critics(self, number: int) -> list[nn.Module]:
+        """Return ``number`` fresh Q heads ``(features [*, F], chunk [*, H, A]) -> [*, 1]``."""
+        return [
+            QHead(self.model.model.feature_dim, *self.actor[0].module.real) for _ in range(number)
+        ]
 
     def parts(self) -> dict[str, nn.Module]:
         """Return the modules that a weights file holds, by name."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from functools import partial
 
 import torch
 from tensordict import TensorDict
@@ -21,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.utils.checkpoint import checkpoint
 
 from torchrl_vla.topology import Topology
 
@@ -32,6 +34,7 @@ def shard(
     blocks: Sequence[type[nn.Module]],
     param_dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype = torch.float32,
+    recompute: bool = False,
 ) -> nn.Module:
     """Shard ``module`` in place: each instance of ``blocks`` is gathered alone, then the rest.
 
@@ -45,6 +48,9 @@ def shard(
         param_dtype: dtype of the gathered copies and of floating inputs in forward and backward;
             buffers keep theirs. None keeps float32.
         reduce_dtype: dtype in which gradients cross ranks; used with ``param_dtype`` only.
+        recompute: activation checkpointing: a block keeps its inputs alone and runs forward once
+            more in the backward pass. Names of parameters stay as they are. ``copy.deepcopy`` of
+            the module would go on calling the original blocks: build copies anew.
 
     Returns:
         ``module``, whose parameters are now float32 DTensors.
@@ -64,6 +70,9 @@ def shard(
         else MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
     )
     found = [m for m in module.modules() if m is not module and isinstance(m, tuple(blocks))]
+    if recompute:
+        for block in found:
+            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
     # Inner blocks first: an outer one takes every parameter that no inner one has.
     for block in (*reversed(found), module):
         fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
@@ -77,21 +86,29 @@ def reshard(module: nn.Module) -> None:
             part.reshard()
 
 
-def full_weights(module: nn.Module) -> TensorDict:
+def full_weights(module: nn.Module, *, trained_only: bool = False) -> TensorDict:
     """Whole parameters and buffers of ``module``, on every rank. Collective.
 
     One parameter is gathered at a time, so the device holds one whole parameter beyond its shards.
 
     Args:
         module: sharded, replicated, or a mix.
+        trained_only: leave out parameters that need no gradient (all but the adapters of LoRA).
 
     Returns:
         TensorDict nested like ``TensorDict.from_module(module)``: detached CPU copies in the dtype
         of the masters, sharing no memory with ``module``.
     """
     reshard(module)
-    weights = TensorDict.from_module(module).data
-    return weights.apply(lambda t: _full(t).to("cpu", copy=True), filter_empty=False, device="cpu")
+    weights = TensorDict.from_module(module)
+    if trained_only:
+        leaves = weights.items(True, True)
+        weights = weights.select(
+            *(k for k, t in leaves if t.requires_grad or not isinstance(t, nn.Parameter))
+        )
+    return weights.data.apply(
+        lambda t: _full(t).to("cpu", copy=True), filter_empty=False, device="cpu"
+    )
 
 
 def clip_grad_norm(params: Iterable[nn.Parameter], max_norm: float) -> Tensor:

@@ -20,7 +20,6 @@ from transformers import AutoModelForImageTextToText, SmolVLMConfig
 from torchrl_vla.policies.families import (
     HEADS,
     PAD,
-    PixelScale,
     PromptReader,
     check_source,
     check_vocabulary,
@@ -31,12 +30,11 @@ from torchrl_vla.policies.families import (
     read_pixel_scale,
     resolve_checkpoint,
     start_export,
-    to_pixels,
 )
 from torchrl_vla.policies.flow import FlowHead, FlowSchedule
 from torchrl_vla.policies.flow_policy import FlowActor, FlowDecode, FlowPolicy
 from torchrl_vla.policies.heads import GaussianHead, TokenHead, chunk_actor
-from torchrl_vla.policies.images import ImagePipeline
+from torchrl_vla.policies.images import ImagePipeline, PixelScale, to_pixels
 from torchrl_vla.policies.instructions import build_vocabulary, tokenize
 from torchrl_vla.policies.lora import LoraSettings, merged_state_dict
 from torchrl_vla.policies.policy import Decode, GaussianPolicy, Precision, TokenPolicy
@@ -153,7 +151,7 @@ class VLMTrunk(nn.Module):
         """Return hidden states and mask of the whole sequence, ``[B, L + 1 (+ 1 + H), ...]``."""
         base, settings = self.backbone.model, self.backbone.config
         embed = self.backbone.get_input_embeddings()
-        pixels = to_pixels(image, self.pixel_scale, embed.weight.dtype)
+        pixels = to_pixels(image, [self.pixel_scale], embed.weight.dtype)
         is_image = words == settings.image_token_id
         embeds = embed(words.masked_fill(is_image | (words == PAD), 0))
         features = encode_images(base, settings, pixels).to(embeds.dtype)
@@ -265,7 +263,8 @@ def make_policy(
     trunk = VLMTrunk(backbone, state_dim=meta.state_dim, **sizes, **bins, **read)
     words = build_vocabulary(meta.instructions) if size else ()
     given = {"image_size": side, "pipeline": images, "precision": precision, "vocabulary": words}
-    facts = {"checkpoint": checkpoint, "reads": reads, "layer": layer, "prompt": prompt}
+    facts = {"checkpoint": checkpoint, "statistics_sha256": None}
+    facts |= {"reads": reads, "layer": layer, "prompt": prompt}
     reader = PromptReader(trunk, table, facts=facts, **given)
     decode = {"eval_decode": eval_decode}
     if head == "tokens":

@@ -11,6 +11,8 @@ from torchrl_vla import schema
 
 FAILURE, SUCCESS, UNKNOWN = 0, 1, 2
 """Classes of a row by its episode's outcome; those of a task are ``3 * task_id + outcome``."""
+_NONE = torch.iinfo(torch.int64).min
+"""Episode id of a place without a row."""
 
 
 @dataclass(frozen=True)
@@ -124,6 +126,17 @@ class RowSets:
         self._place[movers] = holes
         self.sizes[number] = kept
 
+    def draw_from(self, one: int, number: int, generator: torch.Generator) -> torch.Tensor:
+        """Draw rows ``[number]`` of the set ``one``, uniformly and with replacement.
+
+        Raises:
+            ValueError: it is empty.
+        """
+        size = int(self.sizes[one])
+        if not size:
+            raise ValueError("there is nothing to draw from")
+        return self._members[one][torch.randint(size, (number,), generator=generator)]
+
     def draw(
         self, number: int, blocks: list[list[int]], generator: torch.Generator
     ) -> torch.Tensor:
@@ -162,32 +175,47 @@ class RowSets:
 
 
 class Ledger:
-    """What is known about the online rows besides their content: version, task, outcome.
+    """What is known about the online rows besides their content: version, task, outcome, order.
 
     Args:
-        capacity: rows of the buffer.
+        places: online rows are at places below this.
         extra: rows behind them that are known from the start (demonstrations).
-        tasks: number of task ids; 0 keeps no classes (no rule needs them).
+        tasks: number of task ids; 0 keeps all rows in one class (no rule tells them apart).
     """
 
-    def __init__(self, capacity: int, extra: int, tasks: int) -> None:
-        self.capacity = capacity
-        self.outcome = torch.full((capacity + extra, 1), -1, dtype=torch.int8)
-        self.version = torch.full((capacity + extra,), -1, dtype=torch.int64)
-        self.classes = RowSets(capacity, 3 * tasks) if tasks else None
+    def __init__(self, places: int, extra: int, tasks: int) -> None:
+        self.places = places
+        self.outcome = torch.full((places + extra, 1), -1, dtype=torch.int8)
+        self.version = torch.full((places + extra,), -1, dtype=torch.int64)
+        self.classes = RowSets(places, 3 * tasks or 1)
         self.tasks = tasks
-        self._task = torch.zeros(capacity, dtype=torch.int64)
-        self._episode = torch.full((capacity,), -1, dtype=torch.int64)
+        self.rows = 0
+        """Online rows that are there."""
+        self._task = torch.zeros(places, dtype=torch.int64)
+        self._episode = torch.full((places + extra,), _NONE, dtype=torch.int64)
+        self._decision = torch.zeros(places + extra, dtype=torch.int64)
+        self._next = torch.full((places + extra,), -1, dtype=torch.int64)
+        self._before = torch.zeros(places, dtype=torch.int64)  # which row waits for this place
         self._open: dict[int, list[torch.Tensor]] = {}
         self._by_version: dict[int, list[torch.Tensor]] = {}
 
-    def note(self, index: torch.Tensor, rows: TensorDictBase) -> None:
-        """Take note of ``rows`` ``[M]`` that now stand at ``index`` ``[M]``."""
+    def note(self, index: torch.Tensor, rows: TensorDictBase, then: torch.Tensor) -> None:
+        """Take note of ``rows`` ``[M]`` that now stand at ``index`` ``[M]``.
+
+        Args:
+            index: places, each once.
+            rows: with the keys of ids, version, done and success.
+            then: where the next decision of each row's episode is, or will be ``[M]``.
+        """
         episode, version = rows[schema.EPISODE_ID][:, 0], rows[schema.POLICY_VERSION][:, 0]
+        self.rows += int((self._episode[index] == _NONE).sum())
         self.outcome[index], self.version[index], self._episode[index] = -1, version, episode
-        if self.classes is not None:
-            self._task[index] = rows[schema.TASK_ID][:, 0]
-            self.classes.move(index, 3 * self._task[index] + UNKNOWN)
+        self._decision[index], self._next[index] = rows[schema.DECISION][:, 0], -1
+        self._before[then] = index
+        self._link(index)
+        self._task[index] = rows[schema.TASK_ID][:, 0]
+        self.classes.move(index, 3 * self._task[index] + UNKNOWN if self.tasks else 0)
+        if self.tasks:
             for number in version.unique().tolist():
                 self._by_version.setdefault(number, []).append(index[version == number])
         done, success = rows[schema.DONE][:, 0], rows[schema.SUCCESS][:, 0]
@@ -196,7 +224,7 @@ class Ledger:
             self._open.setdefault(number, []).append(index[mine])
             if bool(done[mine].any()):
                 self._close(number, int(success[mine].any()))
-        if len(self._open) > self.capacity:  # ends that were never committed (a void episode)
+        if len(self._open) > self.places:  # ends that were never committed (a void episode)
             alive = set(self._episode.tolist())
             self._open = {key: value for key, value in self._open.items() if key in alive}
 
@@ -204,13 +232,33 @@ class Ledger:
         rows = torch.cat(self._open.pop(episode)).unique()
         rows = rows[self._episode[rows] == episode]  # the ring may have reused some
         self.outcome[rows] = outcome
-        if self.classes is not None:
+        if self.tasks:
             rows = rows[self.classes.of_row[rows] >= 0]
             self.classes.move(rows, 3 * self._task[rows] + outcome)
 
+    def forget(self, index: torch.Tensor) -> None:
+        """Take note that the rows at the places ``index`` ``[M]`` are no longer there."""
+        self.rows -= int((self._episode[index] != _NONE).sum())
+        self._episode[index] = _NONE
+        self.classes.move(index, -1)
+
+    def _link(self, index: torch.Tensor) -> None:
+        """Tell the rows that the new ones at ``index`` ``[M]`` continue where those are."""
+        before = self._before[index]
+        linked = self._episode[before] == self._episode[index]
+        linked &= self._decision[before] + 1 == self._decision[index]
+        self._next[before[linked]] = index[linked]
+
+    def following(self, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return where each row's next decision is ``[M]``, and whether it is there ``[M]``.
+
+        A row that is overwritten takes no other's next one away: those before it went earlier.
+        """
+        then = self._next[index]
+        return then, then >= 0
+
     def forget_older(self, version: int) -> None:
         """Take rows of policies before ``version`` out of all classes."""
-        assert self.classes is not None
         for number in [key for key in self._by_version if key < version]:
             rows = torch.cat(self._by_version.pop(number)).unique()
             rows = rows[(self.version[rows] == number) & (self.classes.of_row[rows] >= 0)]
@@ -219,8 +267,13 @@ class Ledger:
     def draw(
         self, number: int, outcomes: tuple[int, ...], balanced: bool, generator: torch.Generator
     ) -> torch.Tensor:
-        """Draw online rows whose episode ended as one of ``outcomes``."""
-        assert self.classes is not None
+        """Draw online rows whose episode ended as one of ``outcomes`` (any, with one class).
+
+        Raises:
+            ValueError: there is none.
+        """
+        if not self.tasks:
+            return self.classes.draw_from(0, number, generator)
         blocks = [[3 * task + outcome for outcome in outcomes] for task in range(self.tasks)]
         if not balanced:
             blocks = [[one for block in blocks for one in block]]
@@ -228,7 +281,6 @@ class Ledger:
 
     def known(self, outcome: int) -> bool:
         """Whether there is any row of that outcome to draw."""
-        assert self.classes is not None
         return bool(self.classes.sizes[outcome::3].any())
 
 

@@ -7,7 +7,7 @@ own makes a second one on the same storage; they share nothing but the files.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -82,6 +82,13 @@ class JournalReplayBuffer(TensorDictReplayBuffer):
         self.shared = shared
         self._write_lock = contextlib.nullcontext()
         return self
+
+    def for_lane(self, lane: int) -> JournalReplayBuffer:
+        """Return a buffer for the process that writes ``lane``, and no other lane."""
+        storage = self.storage
+        return JournalReplayBuffer(
+            storage=JournalStorage.attached(storage.folder, storage.layout, lane), shared=True
+        )
 
     def _sample(self, batch_size: int) -> tuple[Any, dict]:
         for _ in range(self._TRIES - 1):
@@ -240,6 +247,46 @@ class FreshRows(Sampler):
         """Read nothing."""
 
 
+def walk(
+    columns: Callable[[Tensor, Sequence[NestedKey]], Mapping[NestedKey, Tensor] | TensorDictBase],
+    following: Callable[[Tensor], tuple[Tensor, Tensor]],
+    index: Tensor,
+    n: int,
+    gamma: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Add up the rewards of up to ``n`` decisions from each row, inside its episode.
+
+    Args:
+        columns: returns the named columns of rows ``[K]``.
+        following: returns where the next decision of rows ``[K]`` is, and whether it is there.
+        index: rows ``[M]``.
+        n: decisions, at least 1.
+        gamma: discount per control step.
+
+    Returns:
+        Discounted sum of the rewards ``[M, 1]``, control steps ``[M, 1]``, and the row of the last
+        decision taken in ``[M]``.
+
+    Raises:
+        ValueError: ``n`` is below 1.
+    """
+    if n < 1:
+        raise ValueError(f"n is {n}; it must be at least 1")
+    keys = (schema.REWARD, schema.NUM_EXECUTED, schema.DONE)
+    at = columns(index, keys)
+    total, steps = at[schema.REWARD].clone(), at[schema.NUM_EXECUTED].clone()
+    last, going = index, ~at[schema.DONE]
+    for _ in range(n - 1):
+        then, there = following(last)
+        going = going & there.unsqueeze(-1)
+        last = torch.where(going.squeeze(-1), then, last)
+        at = columns(last, keys)
+        total += torch.where(going, gamma**steps * at[schema.REWARD], 0.0)
+        steps += torch.where(going, at[schema.NUM_EXECUTED], 0)
+        going = going & ~at[schema.DONE]
+    return total, steps, last
+
+
 def look_ahead(
     storage: JournalStorage,
     index: Tensor,
@@ -251,8 +298,7 @@ def look_ahead(
     """Return rows that look up to ``n`` decisions ahead inside their episode.
 
     Reward becomes the discounted sum, ``next`` observation and ``keys`` are those of the last
-    decision taken in, and ``steps_to_next_obs [M, 1]`` counts the control steps until there, as in
-    :func:`torchrl_vla.replay.n_step`; here the rows may be any and need not be neighbours.
+    decision taken in, and ``steps_to_next_obs [M, 1]`` counts the control steps until there.
 
     Args:
         storage: the replay, with this package's keys for reward, executed steps and done.
@@ -265,20 +311,12 @@ def look_ahead(
         ValueError: ``n`` is below 1.
         RowGoneError: a row was overwritten meanwhile; draw again.
     """
-    if n < 1:
-        raise ValueError(f"n is {n}; it must be at least 1")
+    commits = torch.from_numpy(storage.rings.commit[index.numpy()])
     out = storage.get(index)
-    total, steps = out[schema.REWARD].clone(), out[schema.NUM_EXECUTED].clone()
-    last, going = index.clone(), ~out[schema.DONE].flatten()
-    for _ in range(n - 1):
-        following, there = storage.following(last)
-        going = going & there
-        last = torch.where(going, following, last)
-        small = storage.columns(last[going], (schema.REWARD, schema.NUM_EXECUTED, schema.DONE))
-        total[going] += gamma ** steps[going] * small[schema.REWARD]
-        steps[going] += small[schema.NUM_EXECUTED]
-        going[going.clone()] = ~small[schema.DONE].flatten()
+    total, steps, last = walk(storage.columns, storage.following, index, n, gamma)
     ends = storage.get(last)
+    if not storage.holds(index, commits).all():  # rows are overwritten from the oldest on
+        raise RowGoneError("a row was overwritten while later ones were read")
     for column in storage.layout.observations:
         out["next", *column.key] = ends["next", *column.key]
     for key in keys:

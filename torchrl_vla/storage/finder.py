@@ -23,6 +23,8 @@ class Changes:
 
     new: Tensor
     """Indices of rows, lane by lane, in the order in which they were written."""
+    commits: Tensor
+    """Their commit numbers, see :meth:`RowFinder.holds`."""
     gone: Tensor
     """Places that no longer hold the row they held."""
     window: tuple[np.ndarray, np.ndarray]
@@ -88,19 +90,35 @@ class RowFinder:
         """
         first, counts = self._windows()
         stop = first + counts
+        if seen is not None and all(map(np.array_equal, seen.window, (first, stop))):
+            nothing = torch.empty(0, dtype=torch.int64)
+            return Changes(nothing, nothing, nothing, seen.window)
         old_first, old_stop = (first, first) if seen is None else seen.window
         reset = old_stop > stop  # the replay went back to a cursor
-        new, gone = [], []
+        new, numbers, gone = [], [], []
         for lane in range(self.sizes.lanes):
             start = first[lane] if reset[lane] else max(first[lane], old_stop[lane])
             commits = np.arange(start, stop[lane])
             index = self.rings.logged(lane, commits)
-            new.append(index[self.rings.commit[index] == commits])
+            here = self.rings.commit[index] == commits
+            new.append(index[here])
+            numbers.append(commits[here])
             left = np.arange(old_first[lane], min(first[lane], old_stop[lane]))
             index = self.rings.logged(lane, left)
             forgotten = self.rings.header[lane, COMMITTED] - old_first[lane] >= self.sizes.slots
             gone.append(self._dead(lane) if reset[lane] or (len(left) and forgotten) else index)
-        return Changes(*(torch.from_numpy(np.concatenate(a)) for a in (new, gone)), (first, stop))
+        joined = (torch.from_numpy(np.concatenate(a)) for a in (new, numbers, gone))
+        return Changes(*joined, (first, stop))
+
+    def holds(self, index: Tensor, commits: Tensor) -> Tensor:
+        """Return whether each place ``[M]`` still holds the row of that commit number, ``[M]``."""
+        at, commit = index.numpy(), commits.numpy()
+        same = (self.rings.commit[at] == commit) & self._is_live(at, commit)
+        return torch.from_numpy(same)
+
+    def next_places(self, index: Tensor) -> Tensor:
+        """Return where the next decision of each row's episode is, or will be, written ``[M]``."""
+        return torch.from_numpy(self.rings.next_slot[index.numpy()])
 
     def _dead(self, lane: int) -> np.ndarray:
         """Return every place of a lane without a row."""

@@ -27,7 +27,7 @@ from tensordict.utils import NestedKey
 from torch import Tensor
 from torchrl.data.replay_buffers.storages import Storage
 
-from torchrl_vla.storage.finder import RowFinder, RowGoneError
+from torchrl_vla.storage.finder import Changes, RowFinder, RowGoneError
 from torchrl_vla.storage.lane import (
     ALLOCATED,
     COMMITTED,
@@ -48,6 +48,8 @@ from torchrl_vla.storage.layout import (
 )
 from torchrl_vla.storage.outputs import Outputs
 
+_START = {"committed": 0, "allocated": 0, "evicted": 0}
+"""Where a lane stands before its first row."""
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -66,7 +68,7 @@ class JournalStorage(RowFinder, Storage):
         spare: observations each lane has room for beyond its rows: one per episode end, and what a
             checkpoint's cursor may lie behind without losing rows. With too few, the oldest rows
             go early. At least 4; ``None`` is a 64th of the lane's rows, at least 64.
-        existing: ``"refuse"`` a folder with a replay in it, or ``"reuse"`` it.
+        existing: ``"refuse"`` a folder with a replay in it, ``"reuse"`` it, or make it ``"empty"``.
         cursor: go on from here (:meth:`cursor`); later rows are dropped. Needs ``"reuse"``.
         verify: compare checksums. ``None`` checks the rows since the last sync if the machine was
             started anew (or is another one) since they were written; ``True`` checks all.
@@ -89,29 +91,31 @@ class JournalStorage(RowFinder, Storage):
         cursor: Mapping[str, Any] | None = None,
         verify: bool | None = None,
     ) -> None:
-        if lanes < 1 or capacity < lanes:
-            raise ValueError(
-                f"replay capacity is {capacity} for {lanes} lanes; every lane needs at least 1 row"
-            )
-        rows = -(-capacity // lanes)
-        spare = max(64, rows // 64) if spare is None else spare
-        if spare < 4:
-            raise ValueError(f"spare is {spare}; a lane needs at least 4 observations to spare")
         if cursor is not None and existing != "reuse":
             raise ValueError("a cursor goes on with an existing replay; say existing='reuse'")
         self.folder, self.layout = Path(folder).absolute(), layout
-        self.sizes = Sizes(lanes, rows, rows + spare)
+        self.sizes = Sizes.of(capacity, lanes, spare)
         self.id = open_folder(self.folder, layout, self.sizes, existing)
         super().__init__(self.sizes.places)
         self.capacity = capacity
         self.lost_rows = 0
         """Rows that the opening could not bring back (overwritten since the cursor, or damaged)."""
+        self._lane: int | None = None
         self._attach()
+        if existing == "empty":
+            cursor = {"id": self.id, "lanes": [_START] * lanes}
         self._open(cursor, verify)
 
     @classmethod
-    def attached(cls, folder: Path | str, layout: Layout) -> JournalStorage:
+    def attached(
+        cls, folder: Path | str, layout: Layout, lane: int | None = None
+    ) -> JournalStorage:
         """Return a replay that another process has open, to read it or to write a lane of it.
+
+        Args:
+            folder: of the replay.
+            layout: of its rows.
+            lane: the one to write; any that is free if ``None``.
 
         Raises:
             FileNotFoundError: ``folder`` holds no replay.
@@ -123,6 +127,7 @@ class JournalStorage(RowFinder, Storage):
         Storage.__init__(storage, sizes.places)
         storage.folder, storage.layout, storage.sizes = Path(folder).absolute(), layout, sizes
         storage.capacity, storage.lost_rows = sizes.rows * sizes.lanes, 0
+        storage._lane = lane
         storage.id = open_folder(storage.folder, layout, sizes, "reuse")
         storage._attach()
         return storage
@@ -162,7 +167,8 @@ class JournalStorage(RowFinder, Storage):
             if verify or (verify is None and not known):
                 since = [0 if verify else int(n) for n in rings.header[:, SYNCED]]
                 broken = sum(rings.keep_intact(lane, since[lane]) for lane in lanes)
-            boot.write_text(_BOOT.read_text())
+            if not known:
+                boot.write_text(_BOOT.read_text())
         self.lost_rows = broken + missing
         if self.lost_rows:
             warnings.warn(
@@ -171,10 +177,12 @@ class JournalStorage(RowFinder, Storage):
                 stacklevel=4,
             )
 
-    def cursor(self, *, sync: bool = False) -> dict[str, Any]:
+    def cursor(self, seen: Changes | None = None, *, sync: bool = False) -> dict[str, Any]:
         """Return a small record of where every lane stands, for a checkpoint.
 
         Args:
+            seen: where they stood at this look (:meth:`changes`) instead of now, so that a
+                checkpoint has exactly the rows that were counted.
             sync: also wait until every row is on the disk. Without it a killed process loses
                 nothing; a machine that loses power may lose rows, which the next opening notices.
         """
@@ -184,6 +192,10 @@ class JournalStorage(RowFinder, Storage):
                 with path.open("rb") as opened:
                     os.fsync(opened.fileno())
             self.rings.header[:, SYNCED] = header[:, COMMITTED]
+        if seen is not None:
+            for lane, committed in enumerate((seen.window[1] - 1).tolist()):
+                header[lane, ALLOCATED] = self.rings.allocated_after(lane, committed)
+                header[lane, COMMITTED] = committed
         names = {"committed": COMMITTED, "allocated": ALLOCATED, "evicted": EVICTED}
         lanes = [{name: int(line[at]) for name, at in names.items()} for line in header]
         return {"id": self.id, "lanes": lanes}
@@ -214,7 +226,7 @@ class JournalStorage(RowFinder, Storage):
             if pid == os.getpid():
                 return writer
             unlock()  # a descriptor inherited by fork: the lane stays the parent's
-        lane, lock = claim(self.folder, self.rings)
+        lane, lock = claim(self.folder, self.rings, self._lane)
         unlock = weakref.finalize(self, os.close, lock)
         self._writer = (os.getpid(), LaneWriter(self.rings, lane), unlock)
         return self._writer[1]

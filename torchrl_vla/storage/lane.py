@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import time
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -36,6 +37,8 @@ from torchrl_vla.storage.layout import HEADER, Layout, Sizes, lock_path
 COMMITTED, ALLOCATED, EVICTED, SYNCED, PID = range(len(HEADER))
 Rows = Mapping[tuple[str, ...], Tensor]
 """Leaves ``[M, ...]`` of transitions, by key."""
+DYING_SECONDS = 10.0
+"""How long a writer that was killed may still hold its lock: until its memory is given back."""
 _ROW_IDENTITY = ("commit", "stamp", "next_slot", "next_stamp")
 
 
@@ -67,6 +70,24 @@ class Rings:
     def logged(self, lane: int, commits: np.ndarray) -> np.ndarray:
         """Return the index of each row of a lane by commit number."""
         return self.log[lane * self.sizes.slots + (commits - 1) % self.sizes.slots]
+
+    def allocated_after(self, lane: int, commit: int) -> int:
+        """Return how many stamps a lane had given out when it had committed ``commit`` rows.
+
+        Stamps are given out row by row, and a row's ``next`` gets its last one.
+
+        Raises:
+            LookupError: that row has been overwritten.
+        """
+        if commit == 0:
+            return 0
+        at = int(self.logged(lane, np.array([commit]))[0])
+        if self.commit[at] != commit:
+            raise LookupError(
+                f"row {commit} of lane {lane} is overwritten: its writer went round the whole ring "
+                "since it was looked at; look more often, or give the replay more capacity"
+            )
+        return int(self.next_stamp[at]) + 1
 
     def observation_crcs(self, index: np.ndarray) -> np.ndarray:
         """Return the checksum of each observation as it is in the files now."""
@@ -150,23 +171,31 @@ class Rings:
         return good & (self.stamp[following % self.sizes.places] == self.next_stamp[index])
 
 
-def claim(folder: Path, rings: Rings) -> tuple[int, int]:
+def claim(folder: Path, rings: Rings, wanted: int | None = None) -> tuple[int, int]:
     """Take a lane that no living process writes; returns it and the descriptor of its lock.
 
     The kernel gives the lock back when the process ends, however it ends.
 
+    Args:
+        folder: of the replay.
+        rings: its files.
+        wanted: this lane and no other; any free one if ``None``.
+
     Raises:
-        RuntimeError: every lane has a living writer.
+        RuntimeError: every lane (or the wanted one) has a living writer.
     """
-    for lane in range(rings.sizes.lanes):
+    for lane in range(rings.sizes.lanes) if wanted is None else (wanted,):
         lock = os.open(lock_path(folder, lane), os.O_RDWR)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not _locked(lock):
             os.close(lock)
             continue
         rings.header[lane, PID] = os.getpid()
         return lane, lock
+    if wanted is not None:
+        raise RuntimeError(
+            f"lane {wanted} of {folder} is written by process {int(rings.header[wanted, PID])}, "
+            "which is alive; end it first"
+        )
     raise RuntimeError(
         f"all {rings.sizes.lanes} lanes of {folder} have a living writer (pids "
         f"{rings.header[:, PID].tolist()}); make the replay with one lane per writing process"
@@ -181,20 +210,29 @@ def nobody_writing(folder: Path, rings: Rings) -> Iterator[None]:
         RuntimeError: a living process writes one of them.
     """
     locks: list[int] = []
+    until = time.monotonic() + DYING_SECONDS
     try:
         for lane in range(rings.sizes.lanes):
             locks.append(os.open(lock_path(folder, lane), os.O_RDWR))
-            try:
-                fcntl.flock(locks[-1], fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise RuntimeError(
-                    f"lane {lane} of {folder} is being written by process "
-                    f"{int(rings.header[lane, PID])}; end it before this replay is opened"
-                ) from None
+            while not _locked(locks[-1]):
+                if time.monotonic() > until:
+                    raise RuntimeError(
+                        f"lane {lane} of {folder} is being written by process "
+                        f"{int(rings.header[lane, PID])}; end it before this replay is opened"
+                    )
+                time.sleep(0.05)
         yield
     finally:
         for lock in locks:
             os.close(lock)
+
+
+def _locked(lock: int) -> bool:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 class LaneWriter:

@@ -206,6 +206,27 @@ class Sizes:
     slots: int
     """Observations a lane has room for: ``rows``, episode ends, and a margin."""
 
+    @classmethod
+    def of(cls, capacity: int, lanes: int, spare: int | None = None) -> Sizes:
+        """Return the sizes of a replay of ``capacity`` rows over all lanes.
+
+        Raises:
+            ValueError: fewer rows than lanes, or ``spare`` below 4.
+        """
+        if lanes < 1 or capacity < lanes:
+            raise ValueError(
+                f"replay capacity is {capacity} for {lanes} lanes; every lane needs at least 1 row"
+            )
+        rows = -(-capacity // lanes)
+        spare = max(64, rows // 64) if spare is None else spare
+        if spare < 4:
+            raise ValueError(f"spare is {spare}; a lane needs at least 4 observations to spare")
+        return cls(lanes, rows, rows + spare)
+
+    def nbytes(self, layout: Layout) -> int:
+        """Return the bytes that a replay of ``layout`` has on the disk."""
+        return sum(_file_sizes(layout, self).values())
+
     @property
     def places(self) -> int:
         """Slots of all lanes: indices are below this."""
@@ -219,7 +240,7 @@ def open_folder(folder: Path, layout: Layout, sizes: Sizes, existing: str) -> st
         folder: on a local disk.
         layout: of the rows.
         sizes: of the rings.
-        existing: ``"refuse"`` or ``"reuse"``, what to do with a replay that is there.
+        existing: what to do with a replay that is there: ``"refuse"``, ``"reuse"`` or ``"empty"``.
 
     Raises:
         FileExistsError: there is one and ``existing`` is ``"refuse"``, or the folder holds other
@@ -228,8 +249,8 @@ def open_folder(folder: Path, layout: Layout, sizes: Sizes, existing: str) -> st
         PermissionError: it belongs to somebody else or is read-only.
         OSError: ``ENOSPC``, it would not fit on the disk.
     """
-    if existing not in ("refuse", "reuse"):
-        raise ValueError(f"existing is {existing!r}; use 'refuse' or 'reuse'")
+    if existing not in ("refuse", "reuse", "empty"):
+        raise ValueError(f"existing is {existing!r}; use 'refuse', 'reuse' or 'empty'")
     if os.path.lexists(folder):
         _check_access(folder)
     present = {path.name for path in folder.iterdir()} if folder.exists() else set()

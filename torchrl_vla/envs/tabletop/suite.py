@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from typing import Any, Literal
 
 import numpy as np
@@ -284,6 +285,11 @@ class TabletopSuite:
         _check_choices(image_size, render_quality, embodiment)
         self.meta = suite_meta(image_size, second_camera, embodiment)
         self._config = (image_size, second_camera, render_quality, embodiment)
+
+    def assets_sha256(self) -> str:
+        """Return the hash of the scene's MJCF text."""
+        _, second_camera, _, embodiment = self._config
+        return hashlib.sha256(scene.build_mjcf(second_camera, embodiment).encode()).hexdigest()
 
     def simulators(self, num_envs: int) -> Tabletop:
         """Build ``num_envs`` simulators in this process."""

@@ -14,13 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HFValidationError
 from safetensors import safe_open
 from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from torchrl_vla.policies.action_tokens import ActionWindow
+from torchrl_vla.policies.deferred import wait_for
 from torchrl_vla.policies.openvla.backbone import Attention, OpenVLA
 from torchrl_vla.policies.openvla.towers import TowerSizes, dinov2_sizes, siglip_sizes
 
@@ -51,25 +50,6 @@ class Settings:
     norm_stats: dict[str, Any]
     norm_stats_file: Path
     """Where the statistics come from."""
-
-
-def find_folder(checkpoint: str | Path) -> Path:
-    """Return the local folder of a checkpoint: a folder, or a hub id (downloaded or cached).
-
-    Raises:
-        FileNotFoundError: neither; one line that names it and the local alternative.
-    """
-    if Path(checkpoint).is_dir():
-        return Path(checkpoint)
-    patterns = ["*.json", "*.safetensors", "*.pt"]
-    try:
-        return Path(snapshot_download(str(checkpoint), allow_patterns=patterns))
-    except (OSError, HFValidationError) as error:
-        raise FileNotFoundError(
-            f"policy.checkpoint={checkpoint} is no folder here, and the hub did not give it "
-            f"({type(error).__name__}); download it where there is a network "
-            f"(hf download {checkpoint} --local-dir DIR) and set policy.checkpoint=DIR"
-        ) from error
 
 
 def read_settings(folder: Path) -> Settings:
@@ -129,8 +109,13 @@ def _pixel_statistics(towers: tuple[TowerSizes, ...], folder: Path) -> tuple[Tow
     )
 
 
-def tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
-    """Yield every tensor of the folder's safetensors, one at a time.
+def tensors(folder: Path, *, wanted: str = "", values: bool = True) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of the folder's safetensors, one at a time.
+
+    Args:
+        folder: of the checkpoint.
+        wanted: beginning of the keys that are read.
+        values: False gives tensors of the stored shapes without storage; no weight is read.
 
     Raises:
         FileNotFoundError: neither an index nor a single file, or a shard is missing.
@@ -146,7 +131,12 @@ def tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
     for name in files:
         with safe_open(folder / name, "pt") as file:
             for key in file.keys():  # noqa: SIM118
-                yield key, file.get_tensor(key)
+                if not key.startswith(wanted):
+                    continue
+                if values:
+                    yield key, file.get_tensor(key)
+                else:
+                    yield key, torch.empty(file.get_slice(key).get_shape(), device="meta")
 
 
 def check_fit(stored: Mapping[str, Tensor], module: nn.Module, source: str) -> None:
@@ -170,7 +160,12 @@ def check_fit(stored: Mapping[str, Tensor], module: nn.Module, source: str) -> N
 
 
 def load_backbone(
-    folder: Path, settings: Settings, attention: Attention, dtype: torch.dtype = torch.float32
+    folder: Path,
+    settings: Settings,
+    attention: Attention,
+    dtype: torch.dtype = torch.float32,
+    *,
+    deferred: bool = False,
 ) -> tuple[OpenVLA, dict[str, Tensor]]:
     """Build the network and load its tensors, strictly.
 
@@ -181,6 +176,8 @@ def load_backbone(
         settings: of :func:`read_settings`.
         attention: see :class:`OpenVLA`.
         dtype: of the weights; float32 for training.
+        deferred: leave the network without storage, checked against the files' headers, until
+            :func:`~torchrl_vla.policies.deferred.fill`.
 
     Returns:
         The network, and a state projector that was stored with it (without prefix; may be empty).
@@ -190,10 +187,14 @@ def load_backbone(
     """
     with torch.device("meta"):
         model = OpenVLA(settings.towers, settings.language, settings.window, attention)
-    stored = {key: value.to(dtype) for key, value in tensors(folder)}
+    stored = {key: value.to(dtype) for key, value in tensors(folder, values=not deferred)}
     proprio = {k: stored.pop(k) for k in list(stored) if k.startswith(PROPRIO)}
     check_fit(stored, model, str(folder))
-    model.load_state_dict(stored, assign=True)
+    if deferred:
+        wait_for(model, folder)
+        proprio = dict(tensors(folder, wanted=PROPRIO)) if proprio else {}
+    else:
+        model.load_state_dict(stored, assign=True)
     # The rotary frequencies are not in any checkpoint, and without storage they were not computed.
     llama = model.language_model
     llama.model.rotary_emb = LlamaRotaryEmbedding(config=llama.config)

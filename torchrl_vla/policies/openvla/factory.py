@@ -6,27 +6,28 @@ Shape legend: ``H`` chunk steps, ``A`` action dims, ``V`` bins, ``S`` state.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, Literal
 
 from torchrl_vla.policies.action_tokens import TailBins
+from torchrl_vla.policies.deferred import is_deferring
+from torchrl_vla.policies.families import finish_policy
 from torchrl_vla.policies.heads import GaussianHead, chunk_actor
 from torchrl_vla.policies.images import ImagePipeline
+from torchrl_vla.policies.lora import ADAPTER, LoraSettings
 from torchrl_vla.policies.openvla.backbone import Attention
 from torchrl_vla.policies.openvla.checkpoint import check_fit
 from torchrl_vla.policies.openvla.model import Decoding, OpenVLAModel
 from torchrl_vla.policies.openvla.parts import Parts, make_parts
 from torchrl_vla.policies.openvla.policy import (
     LM_HEAD,
+    ActionReader,
     AutoregressivePolicy,
-    PromptReader,
     RegressionPolicy,
     TailTokenPolicy,
 )
 from torchrl_vla.policies.openvla.prompts import prompt_table
 from torchrl_vla.policies.policy import Decode, GaussianPolicy, Precision
 from torchrl_vla.policies.statistics import ActionSpace, LiberoGripper
-from torchrl_vla.policies.weights import load_weights
 from torchrl_vla.schema import SuiteMeta
 
 Head = Literal["tokens", "l1", "gaussian"]
@@ -54,6 +55,7 @@ def make_policy(
     state_token: bool | None = None,
     precision: Precision = "float32",
     store_log_probs: bool = False,
+    lora: LoraSettings | None = None,
     **source: Any,
 ) -> TailTokenPolicy | RegressionPolicy | GaussianPolicy:
     """Build an OpenVLA policy for a suite.
@@ -73,18 +75,25 @@ def make_policy(
         state_token: whether the state is read; None: where the checkpoint can (tiny: yes).
         precision: of the model's passes, see ``Observer``; weights are float32.
         store_log_probs: see ``GaussianPolicy``; the token policies always store them.
+        lora: adapters (the rest is frozen then).
         **source: checkpoint or size, and statistics: see :func:`~.parts.make_parts`.
 
     Raises:
         ValueError: settings contradict each other, the checkpoint or the suite (both named).
         FileNotFoundError: the checkpoint is not there.
     """
-    parts = make_parts(meta, attention or DEFAULT_ATTENTION.get(decoding, "causal"), **source)
+    mode = attention or DEFAULT_ATTENTION.get(decoding, "causal")
+    deferred = is_deferring() and weights is None
+    parts = make_parts(meta, mode, deferred=deferred, **source)
     model = _model(meta, parts, decoding, head, chunk_size, state_token)
     reader = _reader(meta, parts, model, images or ImagePipeline(), cameras, gripper, precision)
     policy = _policy(reader, head, temperature, eval_decode, store_log_probs)
-    if weights is not None:
-        load_weights(Path(weights), vocabulary=reader.vocabulary, **policy.parts())
+    policy = finish_policy(policy, source.get("checkpoint"), weights, lora)
+    if any(ADAPTER in name and LM_HEAD in name for name, _ in policy.named_parameters()):
+        raise ValueError(
+            f"lora.targets={lora.targets} match the LM head, of which only the rows of the action "
+            "bins are multiplied: train it whole with lora.trained=['*lm_head*']"
+        )
     return policy
 
 
@@ -96,17 +105,17 @@ def _reader(
     cameras: Sequence[str] | None,
     gripper: Literal["libero"] | None,
     precision: Precision,
-) -> PromptReader:
+) -> ActionReader:
     if gripper not in (None, "libero"):
         raise ValueError(f"gripper is {gripper!r}; use 'libero', or null for no conversion")
     space = ActionSpace(parts.action, LiberoGripper() if gripper == "libero" else None)
-    return PromptReader(
+    return ActionReader(
         model,
         prompt_table(meta.instructions, parts.encode, parts.backbone.pad_id, parts.end_id),
-        images=images,
+        pipeline=images,
         cameras=_camera_rows(meta, cameras),
         bins=TailBins(parts.backbone.window.num_bins, space),
-        state=parts.state if model.proprio_projector is not None else None,
+        state_normalizer=parts.state if model.proprio_projector is not None else None,
         vocabulary=parts.vocabulary,
         precision=precision,
         facts=parts.facts,
@@ -158,7 +167,7 @@ def _camera_rows(meta: SuiteMeta, names: Sequence[str] | None) -> list[int]:
 
 
 def _policy(
-    reader: PromptReader,
+    reader: ActionReader,
     head: Head,
     temperature: float,
     eval_decode: Decode,

@@ -5,7 +5,7 @@ Shape legend: ``V`` bins.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -13,11 +13,11 @@ from typing import Any, Literal
 import torch
 
 from torchrl_vla.policies.action_tokens import ActionWindow
+from torchrl_vla.policies.families import FETCHED, check_source, resolve_checkpoint
 from torchrl_vla.policies.openvla.backbone import Attention, OpenVLA
 from torchrl_vla.policies.openvla.checkpoint import (
     Settings,
     extra_tensors,
-    find_folder,
     load_backbone,
     read_settings,
 )
@@ -105,7 +105,8 @@ def _tiny_parts(meta: SuiteMeta, attention: Attention, sizes: Mapping[str, int])
     encode, words = word_encoder(meta.instructions)
     settings = tiny_settings(3 + len(words), meta.image_size, **sizes)
     backbone = OpenVLA(settings.towers, settings.language, settings.window, attention)
-    return Parts(backbone, encode, vocabulary=words, facts={"checkpoint": None})
+    facts = {"checkpoint": None, "statistics_sha256": None}
+    return Parts(backbone, encode, vocabulary=words, facts=facts)
 
 
 def _loaded_parts(
@@ -116,8 +117,9 @@ def _loaded_parts(
     unnorm_key: str | None,
     kind: Kind,
     range_epsilon: float,
+    deferred: bool,
 ) -> Parts:
-    folder = find_folder(checkpoint)
+    folder = resolve_checkpoint(checkpoint, (*FETCHED, ".pt"))
     settings = read_settings(folder)
     name, entry = choose_statistics(
         settings.norm_stats, unnorm_key, source=str(settings.norm_stats_file)
@@ -128,7 +130,7 @@ def _loaded_parts(
             f"statistics {name!r} are of {len(action.offset)} action numbers, the suite "
             f"{meta.name!r} has {meta.action_dim}: {list(meta.action_names)}"
         )
-    backbone, proprio = load_backbone(folder, settings, attention)
+    backbone, proprio = load_backbone(folder, settings, attention, deferred=deferred)
     llama = settings.window.vocabulary == LLAMA_VOCABULARY
     parts = Parts(
         backbone,
@@ -153,18 +155,6 @@ def _loaded_parts(
     return parts
 
 
-def _check_source(checkpoint: str | None, size: str | None, sizes: Sequence[str]) -> None:
-    if (checkpoint is None) == (size is None):
-        raise ValueError(
-            f"policy.checkpoint={checkpoint} and policy.size={size}: give a folder or a hub id, "
-            "or policy.size=tiny for random weights"
-        )
-    if size not in (None, "tiny"):
-        raise ValueError(f"size is {size!r}; the only size with random weights is 'tiny'")
-    if checkpoint is not None and sizes:
-        raise ValueError(f"{list(sizes)} are no settings of a checkpoint; only of size=tiny")
-
-
 def make_parts(
     meta: SuiteMeta,
     attention: Attention,
@@ -174,6 +164,7 @@ def make_parts(
     unnorm_key: str | None = None,
     statistics: Kind = "quantile",
     range_epsilon: float = 1e-8,
+    deferred: bool = False,
     **sizes: int,
 ) -> Parts:
     """Load a checkpoint, or make a tiny network with random weights.
@@ -186,15 +177,18 @@ def make_parts(
         unnorm_key: which dataset's statistics; None takes the only one.
         statistics: which of them normalise (``"min_max"`` for ALOHA).
         range_epsilon: 1e-8 for OFT, 0 for OpenVLA.
+        deferred: leave a checkpoint's network without storage, see ``policies/deferred.py``.
         **sizes: of a tiny model, see :func:`tiny_settings`.
 
     Raises:
         ValueError: settings contradict each other, the checkpoint or the suite (both named).
         FileNotFoundError: the checkpoint is not there.
     """
-    _check_source(checkpoint, size, sorted(sizes))
+    check_source(checkpoint, size)
     if checkpoint is None:
         return _tiny_parts(meta, attention, sizes)
+    if sizes:
+        raise ValueError(f"{sorted(sizes)} are no settings of a checkpoint; only of size=tiny")
     return _loaded_parts(
         meta,
         checkpoint,
@@ -202,4 +196,5 @@ def make_parts(
         unnorm_key=unnorm_key,
         kind=statistics,
         range_epsilon=range_epsilon,
+        deferred=deferred,
     )

@@ -1,75 +1,50 @@
-"""OpenVLA and OpenVLA-OFT as policies: reader, token, regression and Gaussian heads, factory.
+"""OpenVLA and OpenVLA-OFT as policies: reader, token and regression policies.
 
-Shape legend: ``*`` batch dims, ``K`` cameras of the suite, ``N`` images read, ``H`` chunk steps,
-``A`` action dims, ``V`` bins, ``S`` state, ``L`` prompt ids.
+Shape legend: ``*`` batch dims, ``H`` chunk steps, ``A`` action dims, ``V`` bins, ``L`` prompt ids.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ClassVar
 
-import torch
 from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor, nn
 
 from torchrl_vla import schema
 from torchrl_vla.policies.action_tokens import TailBins
-from torchrl_vla.policies.images import ImagePipeline
+from torchrl_vla.policies.families import PromptReader
 from torchrl_vla.policies.openvla.model import OpenVLAModel
 from torchrl_vla.policies.policy import (
     VALUE,
     Decode,
-    Precision,
     TokenPolicy,
     draw_bins,
     is_random,
 )
-from torchrl_vla.policies.statistics import ActionSpace, Normalizer
+from torchrl_vla.policies.statistics import ActionSpace
 
 LM_HEAD = "backbone.language_model.lm_head"
 """What a head other than the tokens leaves unused, by the start of its name in the model."""
 
 
-class PromptReader(nn.Module):
-    """Reads the schema's observation for an OpenVLA model: images, state, prompt.
+class ActionReader(PromptReader):
+    """Reads the observation for an OpenVLA model, and where that is autoregressive, the action.
 
     Args:
         model: the network and its heads.
         prompts: int64 ``[num_tasks, L]``, see :func:`~.prompts.prompt_table`.
-        images: what happens to an image before the towers.
-        cameras: rows of the suite's camera axis that are read, in the model's order.
         bins: encodes demonstrated chunks for an autoregressive model.
-        state: normalises the state; None leaves it as it is.
-        vocabulary: words of a word-level tokenizer; empty for a checkpoint's own.
-        precision: ``"bfloat16"`` runs the model under autocast; weights and log-probs stay float32.
-        facts: where weights and statistics come from, for :meth:`describe`.
+        **settings: as of :class:`PromptReader`, without the image size, which is the towers'.
     """
 
     def __init__(
-        self,
-        model: OpenVLAModel,
-        prompts: Tensor,
-        *,
-        images: ImagePipeline,
-        cameras: Sequence[int],
-        bins: TailBins,
-        state: Normalizer | None = None,
-        vocabulary: Sequence[str] = (),
-        precision: Precision = "float32",
-        facts: Mapping[str, Any] | None = None,
+        self, model: OpenVLAModel, prompts: Tensor, *, bins: TailBins, **settings: Any
     ) -> None:
-        super().__init__()
-        if precision not in ("float32", "bfloat16"):
-            raise ValueError(f"precision is {precision!r}; use 'float32' or 'bfloat16'")
-        self.precision = precision
-        self.model = model
-        self.facts = dict(facts or {})
-        self.images, self.cameras, self.bins = images, list(cameras), bins
-        self.state = state
-        self.vocabulary = tuple(vocabulary)
-        self.register_buffer("prompt_table", prompts, persistent=False)
+        side = model.backbone.vision_backbone.sizes[0].image_size
+        super().__init__(model, prompts, image_size=side, **settings)
+        self.bins = bins
 
     def forward(
         self,
@@ -78,25 +53,7 @@ class PromptReader(nn.Module):
         choose: Callable[[Tensor], Tensor] | None = None,
     ) -> dict[str, Tensor]:
         """Run the model on ``td`` (any batch dims, none included); outputs keep those dims."""
-        image, state = td.get(schema.IMAGE), td.get(schema.STATE)
-        words = self.prompt_table[td.get(schema.TASK_ID).squeeze(-1)]
-        dims, shape = td.batch_dims, td.batch_size
-        image = image.reshape(-1, *image.shape[dims:])
-        if self.cameras != list(range(image.shape[1])):
-            image = image[:, self.cameras]
-        state = state.reshape(-1, state.shape[-1])
-        pixels = self.images(image, self.model.backbone.vision_backbone.sizes[0].image_size)
-        half = self.precision == "bfloat16"
-        with torch.autocast(image.device.type, dtype=torch.bfloat16, enabled=half):
-            out = self.model(
-                pixels,
-                state if self.state is None else self.state.normalise(state),
-                words.reshape(-1, words.shape[-1]),
-                outputs,
-                tokens=self._given_tokens(td, outputs),
-                choose=choose,
-            )
-        return {key: value.reshape(*shape, *value.shape[1:]) for key, value in out.items()}
+        return super().forward(td, outputs, tokens=self._given_tokens(td, outputs), choose=choose)
 
     def describe(self) -> dict[str, Any]:
         """Return what a result of this policy depends on besides its weights, as plain values."""
@@ -105,10 +62,8 @@ class PromptReader(nn.Module):
             "attention": self.model.backbone.attention,
             "decoding": self.model.decoding,
             "state_token": self.model.proprio_projector is not None,
-            "images": self.images.describe(),
-            "cameras": self.cameras,
             "gripper": None if gripper is None else type(gripper).__name__,
-            **self.facts,
+            **super().describe(),
         }
 
     def _given_tokens(self, td: TensorDictBase, outputs: tuple[str, ...]) -> Tensor | None:
@@ -131,7 +86,7 @@ class TailTokenPolicy(TokenPolicy):
     """
 
     def __init__(
-        self, observer: PromptReader, bins: TailBins, *, temperature: float, eval_decode: Decode
+        self, observer: ActionReader, bins: TailBins, *, temperature: float, eval_decode: Decode
     ) -> None:
         model = observer.model
         super().__init__(
@@ -154,6 +109,11 @@ class TailTokenPolicy(TokenPolicy):
             tensordict.set(schema.CHUNK, chunk)
         return tensordict
 
+    def normalise(self, chunk: Tensor) -> Tensor:
+        """Return control vectors ``[*, H, A]`` in normalised units, those of the bins."""
+        space = self.action_tokenizer.space
+        return chunk if space is None else space.from_simulator(chunk)
+
 
 class AutoregressivePolicy(TailTokenPolicy):
     """OpenVLA's own decoding: every token sees the ones before it.
@@ -166,7 +126,7 @@ class AutoregressivePolicy(TailTokenPolicy):
     """
 
     def __init__(
-        self, observer: PromptReader, bins: TailBins, *, temperature: float, eval_decode: Decode
+        self, observer: ActionReader, bins: TailBins, *, temperature: float, eval_decode: Decode
     ) -> None:
         if eval_decode == "mean":
             raise ValueError(
@@ -204,10 +164,10 @@ class RegressionPolicy(TensorDictModuleBase):
         space: normalised numbers to the simulator's control vectors.
     """
 
-    idle = (LM_HEAD, "value_head")
+    idle: ClassVar[tuple[str, ...]] = (LM_HEAD, "value_head")
     """Parts of the model that this policy never asks for."""
 
-    def __init__(self, observer: PromptReader, space: ActionSpace) -> None:
+    def __init__(self, observer: ActionReader, space: ActionSpace) -> None:
         super().__init__()
         self.model, self.space = observer, space
         self.eval_decode = "mean"

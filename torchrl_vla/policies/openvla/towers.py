@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from torchrl_vla.policies.images import PixelScale, to_pixels
+
 LAYER_NORM_EPS = 1e-6
 
 
@@ -262,13 +264,8 @@ class VisionBackbone(nn.Module):
                 f"images are {tuple(image.shape[-2:])} pixels, the vision towers read "
                 f"{(side, side)}; let the image pipeline resize them"
             )
-        weight = self.featurizer.patch_embed.proj.weight
-        pixels = image.to(torch.float32).div_(255.0)
-        parts = []
-        for sizes in self.sizes:
-            mean, std = (pixels.new_tensor(x)[:, None, None] for x in (sizes.mean, sizes.std))
-            parts.append((pixels - mean) / std)
-        return torch.cat(parts, dim=2).to(weight.dtype)
+        scales = [PixelScale(sizes.mean, sizes.std) for sizes in self.sizes]
+        return to_pixels(image, scales, self.featurizer.patch_embed.proj.weight.dtype)
 
     def forward(self, pixels: Tensor) -> Tensor:
         """Map ``[B, N, 3 * towers, s, s]`` to ``[B, N * P, width]``, images one after another."""

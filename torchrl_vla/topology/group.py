@@ -1,28 +1,28 @@
-"""Which rank is what: process group, device mesh, and the few collectives the rooms need.
+"""The learner ranks as a process group: device mesh and the few collectives the rooms need.
 
-This is the only reader of ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``MASTER_ADDR`` and
-``MASTER_PORT``. One process is a topology of one and runs the same code as many: it too has a
-process group and a mesh. What this room does not do: place parameters (:mod:`policies.shard`) or
-move weights to actors.
+One process is a topology of one and runs the same code as many: it too has a process group and a
+mesh. What this room does not do: place parameters (:mod:`policies.shard`) or move weights to
+actors.
 
-Every collective must be entered by all ranks in the same order.
+Every collective must be entered by all ranks in the same order. CPU tensors travel over gloo and
+CUDA tensors over NCCL, in one and the same group.
 """
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-_RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
-_MASTER = ("MASTER_ADDR", "MASTER_PORT")
+from torchrl_vla.topology.environment import Launched, read_environment
+from torchrl_vla.topology.layout import Layout, Place, plan
+
 T = TypeVar("T")
 _DRAIN_SECONDS = 0.1
 TEN_MINUTES = timedelta(minutes=10)
@@ -39,6 +39,7 @@ class Topology:
         device: device of this rank's shard.
         mesh: ``("shard",)``, or ``("replicate", "shard")`` when parameters are kept in several
             replicas; its size is ``world_size``.
+        layout: the whole split.
     """
 
     rank: int
@@ -46,6 +47,12 @@ class Topology:
     local_rank: int
     device: torch.device
     mesh: DeviceMesh
+    layout: Layout
+
+    @property
+    def place(self) -> Place:
+        """Where this rank stands: node, replica, shard and device of its actors."""
+        return self.layout.place(self.rank)
 
     @property
     def is_main(self) -> bool:
@@ -117,26 +124,25 @@ class Topology:
 def start(
     device: str = "auto",
     *,
-    replicate: int = 1,
+    replicate: int | Literal["node"] = 1,
+    actors: str = "local",
+    actor_gpus: int = 0,
     timeout: timedelta = TEN_MINUTES,
     threads: int = 1,
 ) -> Topology:
-    """Join the process group and build the mesh.
+    """Check the split, join the process group and build the mesh.
 
     Under ``torchrun`` the ranks come from the environment. Without it this process is a topology
     of one, on a free loopback port.
 
     Args:
-        device: ``"auto"`` (CUDA if there is one, else CPU), ``"cpu"``, ``"cuda"`` (the GPU numbered
-            ``LOCAL_RANK``), or ``"cuda:1"`` (one process only).
-        replicate: replicas of the parameters; each is sharded over ``world_size / replicate``
-            ranks. 1 shards over all ranks.
+        device, replicate, actors, actor_gpus: see :func:`~.layout.plan`.
         timeout: after which a collective that lacks a rank fails instead of hanging.
         threads: CPU threads of torch in this process.
 
     Raises:
         RuntimeError: a process group exists already; the environment is incomplete; CUDA is absent.
-        ValueError: ``device``, ``replicate``, ``timeout`` or ``threads`` is out of range.
+        ValueError: a setting is out of range, or the split is impossible.
     """
     if dist.is_initialized():
         raise RuntimeError("this process has a process group already; call stop() on it first")
@@ -144,92 +150,51 @@ def start(
         raise ValueError(f"threads is {threads}, the least is 1")
     if timeout <= timedelta(0):
         raise ValueError(f"timeout is {timeout}, it must be positive")
-    rank, world_size, local_rank = _ranks()
-    _check_replicate(replicate, world_size)
-    place = _device(device, local_rank, world_size)
+    launched = read_environment()
+    me = launched or Launched(0, 1, 0, 1)
+    layout = plan(
+        me.world_size,
+        ranks_per_node=me.local_world_size,
+        gpus=torch.cuda.device_count(),
+        device=device,
+        replicate=replicate,
+        actors=actors,
+        actor_gpus=actor_gpus,
+    )
+    own = torch.device(layout.place(me.rank).device)
     torch.set_num_threads(threads)
-    _join(place, rank, world_size, timeout)
-    mesh = _mesh(place, world_size, replicate, timeout)
-    return Topology(rank, world_size, local_rank, place, mesh)
+    _join(own, me, launched is None, timeout)
+    mesh = _mesh(own, layout, timeout)
+    return Topology(me.rank, me.world_size, me.local_rank, own, mesh, layout)
 
 
-def _ranks() -> tuple[int, int, int]:
-    found = [name for name in _RANKS if name in os.environ]
-    if not found:
-        return 0, 1, 0
-    missing = [name for name in (*_RANKS, *_MASTER) if name not in os.environ]
-    if missing:
-        raise RuntimeError(
-            f"the environment has {found} but lacks {missing}: start with torchrun, or unset "
-            f"{found} to run as one process"
-        )
-    rank, world_size, local_rank = (int(os.environ[name]) for name in _RANKS)
-    return rank, world_size, local_rank
+def backends(device: torch.device) -> str:
+    """Return the process group's backends: counters stay on the CPU, gradients on the device."""
+    return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
 
 
-def _check_replicate(replicate: int, world_size: int) -> None:
-    if replicate < 1 or world_size % replicate:
-        divisors = [n for n in range(1, world_size + 1) if world_size % n == 0]
-        raise ValueError(
-            f"replicate is {replicate} with {world_size} ranks; it must divide the number of "
-            f"ranks: use one of {divisors}"
-        )
-
-
-def _device(name: str, local_rank: int, world_size: int) -> torch.device:
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    device = torch.device(name)
-    if device.type == "cpu":
-        return torch.device("cpu")
-    if device.type != "cuda":
-        raise ValueError(f"device is {name!r}; use 'auto', 'cpu', 'cuda' or 'cuda:N'")
-    if not torch.cuda.is_available():
-        raise RuntimeError(f"device is {name!r} but torch sees no GPU; use device='cpu'")
-    if device.index is not None and world_size > 1:
-        raise ValueError(
-            f"device is {name!r} with {world_size} ranks, which would share one GPU; use 'cuda'"
-        )
-    index = local_rank if device.index is None else device.index
-    count = torch.cuda.device_count()
-    if index >= count:
-        raise ValueError(
-            f"rank needs GPU {index} but this node has {count}; start at most {count} ranks per "
-            "node (torchrun --nproc-per-node)"
-        )
-    return torch.device("cuda", index)
-
-
-def _join(device: torch.device, rank: int, world_size: int, timeout: timedelta) -> None:
-    # With RANK unset there is no rendezvous: a store on port 0 lets the kernel pick a free port,
-    # so two runs on one machine cannot collide.
-    store = None
-    if "RANK" not in os.environ:
-        store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True, timeout=timeout)
+def _join(device: torch.device, me: Launched, alone: bool, timeout: timedelta) -> None:
+    # Alone there is no rendezvous: a store on port 0 lets the kernel pick a free port, so two runs
+    # on one machine cannot collide.
+    store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True, timeout=timeout) if alone else None
     cuda = device.type == "cuda"
     if cuda:
         torch.cuda.set_device(device)
     dist.init_process_group(
-        "nccl" if cuda else "gloo",
+        backends(device),
         store=store,
-        rank=rank,
-        world_size=world_size,
+        rank=me.rank,
+        world_size=me.world_size,
         timeout=timeout,
         device_id=device if cuda else None,
     )
 
 
-def _mesh(device: torch.device, world_size: int, replicate: int, timeout: timedelta) -> DeviceMesh:
-    if replicate == 1:
-        return init_device_mesh(device.type, (world_size,), mesh_dim_names=("shard",))
-    shape = (replicate, world_size // replicate)
-    mesh = init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
-    # Sub-groups are born with torch's default timeout (30 minutes for gloo), not with ours.
-    for dim in ("replicate", "shard"):
-        dist.set_timeout(timeout, mesh.get_group(dim))
+def _mesh(device: torch.device, layout: Layout, timeout: timedelta) -> DeviceMesh:
+    names, shape = tuple(layout.mesh), tuple(layout.mesh.values())
+    mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
+    if len(names) > 1:
+        # Sub-groups are born with torch's default timeout (30 minutes for gloo), not with ours.
+        for name in names:
+            dist.set_timeout(timeout, mesh.get_group(name))
     return mesh
-
-
-def under_torchrun() -> bool:
-    """Whether an elastic agent (torchrun) started this process."""
-    return "TORCHELASTIC_RUN_ID" in os.environ

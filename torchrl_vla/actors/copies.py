@@ -1,0 +1,38 @@
+"""Unsharded copies of the policy on the learner's side, for evaluation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from tensordict import TensorDict
+from tensordict.nn import TensorDictModuleBase
+from torch import nn
+
+
+def behaviour_copy(
+    make_policy: Callable[[], TensorDictModuleBase], weights: TensorDict
+) -> nn.Module:
+    """Return an unsharded policy with ``weights``, for evaluation beside the sharded one."""
+    policy = make_policy()
+    load_full_weights(policy, weights)
+    return policy
+
+
+def load_full_weights(policy: nn.Module, weights: TensorDict, share: float = 1.0) -> None:
+    """Move an unsharded policy towards whole ``weights`` (see ``policies.shard.full_weights``).
+
+    Args:
+        policy: changed in place.
+        weights: nested like ``TensorDict.from_module(policy)``, or a part of it; the rest of the
+            policy stays.
+        share: 1 copies; below 1 keeps an exponential moving average (integers are copied).
+    """
+    weights = weights.select(*weights.keys(True, True))  # without empty modules
+    own = TensorDict.from_module(policy).data.select(*weights.keys(True, True))
+    with torch.no_grad():
+        if share < 1.0:
+            weights = own.apply(
+                lambda a, b: torch.lerp(a, b, share) if a.is_floating_point() else b, weights
+            )
+        own.update_(weights)

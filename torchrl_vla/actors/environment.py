@@ -1,0 +1,96 @@
+"""A worker's environment: which initial states are its own, and which of its decisions are data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from tensordict import TensorDictBase
+
+from torchrl_vla import schema
+from torchrl_vla.envs.chunked import ChunkedEnv, InitStateStream
+from torchrl_vla.envs.simulator import Suite
+
+
+class NonFiniteError(ValueError):
+    """A worker's batch holds a number that is not finite."""
+
+
+def make_actor_env(
+    suite: Suite,
+    *,
+    num_envs: int,
+    chunk_size: int,
+    gamma: float,
+    streams: Sequence[int],
+    group_size: int = 1,
+    worker: int,
+    position: int,
+    on_step: Callable[[ChunkedEnv, int], None],
+) -> ChunkedEnv:
+    """Build worker ``worker``'s environment on training states.
+
+    Args:
+        suite: picklable description of the suite.
+        num_envs: simulators in this worker.
+        chunk_size: ``H``.
+        gamma: discount per control step.
+        streams: initial-state stream of every worker.
+        group_size: episodes per initial state.
+        worker: which worker this is.
+        position: episodes that the worker's stream handed out before.
+        on_step: heartbeat.
+    """
+    # What was cut inside a group never becomes a whole group: go on with the next one.
+    start = -(-position // group_size) * group_size
+    init_states = InitStateStream(suite.splits["train"], streams[worker], group_size, start)
+    return ChunkedEnv(
+        suite.simulators(num_envs),
+        init_states,
+        chunk_size=chunk_size,
+        gamma=gamma,
+        on_step=on_step,
+    )
+
+
+def actor_streams(seed: int, rank: int, num_workers: int) -> list[int]:
+    """Return the initial-state stream of each worker: distinct over seeds, ranks and workers.
+
+    Raises:
+        ValueError: a number is outside its range.
+    """
+    limits = {"seed": (seed, 200_000), "rank": (rank, 63), "num_workers": (num_workers, 64)}
+    for name, (value, limit) in limits.items():
+        if not 0 <= value <= limit:
+            raise ValueError(f"{name} is {value}; it must be in 0..{limit}")
+    return [(seed * 64 + rank) * 64 + worker for worker in range(num_workers)]
+
+
+def to_transitions(batch: TensorDictBase) -> TensorDictBase:
+    """Flatten a collected batch ``[N, T]`` to replay rows and leave out diverged simulations.
+
+    Root copies of the previous decision's outcome and the collector's bookkeeping are dropped.
+    """
+    keep = [f.key for f in schema.SCHEMA if batch.get(f.key, None) is not None]
+    keep += [("next", "observation")]
+    flat = batch.select(*keep).flatten()
+    return flat[~flat[schema.SIM_ERROR].squeeze(-1)]
+
+
+def check_finite(batch: TensorDictBase) -> None:
+    """Check all floating-point numbers of a batch ``[N, T]``, apart from diverged simulations.
+
+    Raises:
+        NonFiniteError: names the key and the first simulator and decision.
+    """
+    data = ~batch[schema.SIM_ERROR].squeeze(-1)
+    for key, leaf in batch.items(True, True):
+        if not leaf.is_floating_point() or bool(torch.isfinite(leaf).all()):
+            continue
+        bad = ~torch.isfinite(leaf).reshape(*batch.batch_size, -1).all(-1) & data
+        if bool(bad.any()):
+            simulator, step = bad.nonzero()[0].tolist()
+            raise NonFiniteError(
+                f"{key!r} is not finite in {int(bad.sum())} of {batch.numel()} decisions, first in "
+                f"simulator {simulator} at decision {step} of the batch"
+            )

@@ -1,0 +1,129 @@
+"""What runs in an actor process: a TorchRL collector that is asked for one batch at a time.
+
+It obeys one pipe. A number on it asks for a batch (into that slot of the round memory), ``None``
+ends the process. What it says is ``("ready", None)``, ``("batch", ...)`` or, last,
+``("error", traceback)``.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import os
+import signal
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+from tensordict.nn import TensorDictModuleBase
+from torchrl.collectors import Collector
+
+from torchrl_vla.actors.batches import RoundMemory
+from torchrl_vla.actors.behaviour import Behaviour
+from torchrl_vla.actors.board import Heartbeat
+from torchrl_vla.actors.environment import check_finite, to_transitions
+from torchrl_vla.actors.memory import SharedMemory
+from torchrl_vla.actors.weights import Subscriber
+from torchrl_vla.envs.chunked import ChunkedEnv
+from torchrl_vla.storage.buffer import JournalReplayBuffer
+
+_LONGEST = 8_000
+"""Characters of a traceback: what a pipe takes at once, so that no half of it can arrive."""
+STACK_SIGNAL = signal.SIGUSR2
+"""Makes a worker write where each of its threads is."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """Everything a worker needs to begin, or to go on where another one died."""
+
+    worker: int
+    parent: int
+    """Process id of the learner."""
+    make_env: Callable[..., ChunkedEnv]
+    make_policy: Callable[[], TensorDictModuleBase]
+    position: int
+    """Episodes that the worker's initial-state stream handed out before."""
+    seed: int
+    """Of the action noise."""
+    steps_per_batch: int
+    """``T``, decisions per simulator and batch."""
+    board: SharedMemory
+    weights: SharedMemory
+    rounds: SharedMemory
+    replay: JournalReplayBuffer | None
+    """Where transitions go; ``None`` hands rounds to the learner."""
+    stacks: Path
+    """File for :data:`STACK_SIGNAL`."""
+
+
+def die_with_parent(parent: int) -> None:
+    """Ask the kernel to kill this process when its parent ``parent`` dies, however it dies.
+
+    Raises:
+        SystemExit: the parent is gone already.
+    """
+    pr_set_pdeathsig = 1
+    ctypes.CDLL(None).prctl(pr_set_pdeathsig, int(signal.SIGKILL))
+    if os.getppid() != parent:
+        raise SystemExit(f"parent process {parent} is gone")
+
+
+def run_worker(job: Job, pipe: Connection) -> None:
+    """Serve until told to end; the process's main function."""
+    die_with_parent(job.parent)
+    # A signal to the whole job is the learner's business; it ends its workers itself.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
+    with job.stacks.open("w") as stacks:
+        faulthandler.register(STACK_SIGNAL, file=stacks, all_threads=True)
+        try:
+            _serve(job, pipe)
+        except (EOFError, BrokenPipeError):
+            pass  # the learner closed the pipe: the end
+        except BaseException:
+            pipe.send(("error", traceback.format_exc()[-_LONGEST:]))
+            os._exit(1)  # at once: the learner waits for the exit code
+        finally:
+            faulthandler.unregister(STACK_SIGNAL)
+
+
+def _serve(job: Job, pipe: Connection) -> None:
+    torch.set_num_threads(1)
+    torch.manual_seed(job.seed)
+    heartbeat = Heartbeat(job.board, job.worker)
+    env = job.make_env(worker=job.worker, position=job.position, on_step=heartbeat)
+    collector = Collector(
+        env,
+        Behaviour(job.make_policy(), Subscriber(job.weights)),
+        frames_per_batch=env.batch_size[0] * job.steps_per_batch,
+        total_frames=-1,
+        return_same_td=True,
+        auto_register_policy_transforms=False,
+    )
+    batches, rounds = iter(collector), RoundMemory(job.rounds)
+    pipe.send(("ready", None))
+    idle_since = None  # what comes before the first order is the start-up
+    while (slot := pipe.recv()) is not None:
+        if idle_since is not None:
+            heartbeat.waited(time.monotonic() - idle_since)
+        pipe.send(("batch", _hand_over(next(batches), job.replay, rounds, slot)))
+        idle_since = time.monotonic()
+    collector.shutdown()
+
+
+def _hand_over(
+    batch: Any, replay: JournalReplayBuffer | None, rounds: RoundMemory, slot: int
+) -> Any:
+    check_finite(batch)
+    if replay is None:
+        return rounds.put(batch, slot)
+    rows = to_transitions(batch)
+    if len(rows):
+        replay.extend(rows)
+    return None
