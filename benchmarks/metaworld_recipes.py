@@ -3,7 +3,7 @@
 Runs the recipes of ``conf/experiment`` as a user does and judges both policies on the same held-out
 states, which had no part in training or in choosing a checkpoint:
 
-    OMP_NUM_THREADS=1 python benchmarks/metaworld_recipes.py --tasks reach-v3 drawer-open-v3 --seeds 0 1 2
+    OMP_NUM_THREADS=1 python benchmarks/metaworld_recipes.py --seeds 0 1 2
 
 A finished step is not repeated, so a run that was cut short goes on from its last step.
 """

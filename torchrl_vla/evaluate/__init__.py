@@ -14,13 +14,14 @@ from torchrl_vla.evaluate.episodes import (
     run_on_ranks,
     undisturbed,
 )
-from torchrl_vla.evaluate.films import film, q_judge
+from torchrl_vla.evaluate.films import Judge, film, q_judge, state_value
 from torchrl_vla.evaluate.identity import describe_environment, fingerprint
 from torchrl_vla.evaluate.results import as_rows, list_of, summarise
 
 __all__ = [
     "Comparison",
     "EpisodeResult",
+    "Judge",
     "Perturbation",
     "as_rows",
     "compare",
@@ -33,6 +34,7 @@ __all__ = [
     "q_judge",
     "run_episodes",
     "run_on_ranks",
+    "state_value",
     "summarise",
     "undisturbed",
 ]

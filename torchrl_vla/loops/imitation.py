@@ -82,8 +82,7 @@ def train_grounding(
     test = grounding.render_scenes(simulators, range(start, start + held_out), seed=seed + 1)
     policy = make_policy(run.suite.meta)
     model = policy.model.model
-    model.state_mean.copy_(train[schema.STATE].mean(0))
-    model.state_std.copy_(train[schema.STATE].std(0).clamp_min(1e-3))
+    _normalise_state(model, train)
     shard(model, run.topology.mesh, blocks=model.shard_plan())
     objective = GroundingObjective(
         lambda batch: policy.model(batch, ("position",))["position"],
@@ -164,6 +163,8 @@ def train_cloning(
         policy = make_policy(run.suite.meta)
     evaluated = make_policy(run.suite.meta)
     groups, sharded = _trained(run, policy, trainable, lr)
+    if trainable == "all":
+        _normalise_state(policy.model.model, samples)
     if trainable == "head":
         with torch.no_grad():
             parts = [policy.features(part) for part in samples.split(ENCODED_ROWS)]
@@ -223,6 +224,13 @@ def _trained(
     # An optimizer's kernels take either sharded or whole parameters.
     groups = [make("policy", sharded)] if sharded else []
     return groups + ([make("head", head)] if head else []), [model]
+
+
+def _normalise_state(model: nn.Module, samples: TensorDict) -> None:
+    """Take the state's mean and spread from ``samples``, if the model has none of its own yet."""
+    if hasattr(model, "state_mean") and bool((model.state_std == 1).all()):
+        model.state_mean.copy_(samples[schema.STATE].mean(0))
+        model.state_std.copy_(samples[schema.STATE].std(0).clamp_min(1e-3))
 
 
 def _episodes(

@@ -24,6 +24,7 @@ from torchrl_vla import schema
 from torchrl_vla.actors import Actors, ActorSettings, start_actors
 from torchrl_vla.data import demonstrations
 from torchrl_vla.data.demonstrations import Episode
+from torchrl_vla.evaluate import q_judge
 from torchrl_vla.loops.actor_critic import UpdateSettings, make_learner
 from torchrl_vla.loops.on_policy import positions_of, restarts_of
 from torchrl_vla.loops.pacing import Pacer, PaceSettings
@@ -169,7 +170,7 @@ def train(
             if over or (saves and run.deterministic):
                 break
     if over and not run.interrupted:
-        run.finish(evaluated)
+        run.finish(evaluated, q_judge(evaluated, goal.state.q))
     return over
 
 

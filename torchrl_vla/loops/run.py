@@ -20,7 +20,18 @@ from torch import nn
 
 from torchrl_vla.checkpoint import Checkpointer, check_space, rng_state, set_rng_state
 from torchrl_vla.envs.simulator import Suite
-from torchrl_vla.evaluate import EpisodeResult, as_rows, film, fingerprint, run_episodes, summarise
+from torchrl_vla.evaluate import (
+    EpisodeResult,
+    Judge,
+    as_rows,
+    describe_environment,
+    film,
+    fingerprint,
+    list_of,
+    run_on_ranks,
+    state_value,
+    summarise,
+)
 from torchrl_vla.loops.plans import (
     Budget,
     CheckpointPlan,
@@ -83,12 +94,6 @@ class Run:
     report: Callable[[Path, str], Path] | None = None
 
     def __post_init__(self) -> None:
-        fewest = min(self.evaluation.episodes, self.evaluation.final_episodes)
-        if fewest < self.topology.world_size:
-            raise ValueError(
-                f"an evaluation has {fewest} episodes for {self.topology.world_size} ranks; every "
-                "rank needs one: raise evaluation.episodes and evaluation.final_episodes"
-            )
         if self.deterministic:
             check_deterministic(self.budget, self.evaluation, self.saves)
         self.started = time.monotonic()
@@ -207,16 +212,14 @@ class Run:
         if self._simulators is None:
             self._simulators = self.suite.simulators(plan.num_envs)
         first = self.suite.splits["eval"].start
-        ids = range(first, first + count)[self.topology.rank :: self.topology.world_size]
-        mine = run_episodes(policy, self._simulators, ids, chunk_size=self.chunk_size)
-        results = sorted(
-            (r for part in self.topology.gather_objects(mine) for r in part),
-            key=lambda result: result.init_state_id,
+        ids = range(first, first + count)
+        results = run_on_ranks(
+            policy, self._simulators, ids, self.topology, chunk_size=self.chunk_size
         )
         self._looked = self._now()
         table = self._append(results)
         if self.topology.is_main:
-            report = self._report(results) | described({"evaluated": policy})
+            report = self._report(results, policy) | described({"evaluated": policy})
             with self.checkpoints.naming_a_full_disk("eval.json"):
                 write_json(self.folder / "eval.json", report)
         low, high = table["interval"]
@@ -234,11 +237,13 @@ class Run:
         self.history.append(entry)
         return table
 
-    def _report(self, results: list[EpisodeResult]) -> dict[str, Any]:
+    def _report(self, results: list[EpisodeResult], policy: nn.Module) -> dict[str, Any]:
         return summarise(results, self.suite.meta) | {
             "algorithm": self.algorithm,
             "settings": dict(self.settings),
             "versions": fingerprint(),
+            "environment": describe_environment(self.suite, policy),
+            "list": list_of(results, self.suite.meta),
             "history": self.history,
             "results": as_rows(results),
         }
@@ -320,13 +325,18 @@ class Run:
             print(f"resumed {path.name} at {self.counters[ENV_STEPS]} env steps", flush=True)
         return loaded
 
-    def finish(self, policy: nn.Module) -> None:
-        """Leave curve, video and page in the folder and print the closing block (rank 0)."""
+    def finish(self, policy: nn.Module, judge: Judge = state_value) -> None:
+        """Leave curve, video and page in the folder and print the closing block (rank 0).
+
+        Args:
+            policy: acts in the video.
+            judge: says in the video what is expected of a decision.
+        """
         self.checkpoints.wait()
         if self.log is None:
             return
         self.log.close()
-        video = self._film(policy) if self.evaluation.videos else None
+        video = self._film(policy, judge) if self.evaluation.videos else None
         if self.history:
             curve = self.report(self.folder, self.algorithm) if self.report is not None else None
             summary(
@@ -336,13 +346,13 @@ class Run:
                 checkpoint=self.checkpoints.latest(),
             )
 
-    def _film(self, policy: nn.Module) -> Path:
+    def _film(self, policy: nn.Module, judge: Judge) -> Path | None:
         path = self.folder / "videos" / "evaluation.mp4"
-        path.parent.mkdir(exist_ok=True)
         first = self.suite.splits["eval"].start
         ids = range(first, first + self.evaluation.videos)
-        film(policy, self.suite.simulators(1), ids, path, chunk_size=self.chunk_size)
-        return path
+        simulators = self.suite.simulators(1)
+        film(policy, simulators, ids, path, chunk_size=self.chunk_size, judge=judge)
+        return path if path.exists() else None
 
 
 def in_segments(loop: Callable[..., bool]) -> Callable[..., None]:
