@@ -2,6 +2,7 @@
 
 import multiprocessing
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from torchrl_vla.storage.buffer import (
     look_ahead,
 )
 from torchrl_vla.storage.journal import JournalStorage
-from torchrl_vla.storage.layout import transition_layout
+from torchrl_vla.storage.layout import Layout, transition_layout
 
 
 def make(tmp_path, capacity=60, **settings):
@@ -279,3 +280,31 @@ def test_spawned_collectors_write_lanes_of_their_own(tmp_path):
         assert later == (episode, step + int(row[schema.NUM_EXECUTED]))
         assert episode == int(row[schema.INIT_STATE_ID])
     assert multiprocessing.active_children() == []
+
+
+def mapped_kib() -> int:
+    """Return this process's resident pages of files, KiB."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line.split()[1] for line in lines if line.startswith("RssFile:")))
+
+
+def test_resident_memory_does_not_grow_with_what_was_written_or_read(tmp_path):
+    image = torch.zeros(2, 3, 256, 256, dtype=torch.uint8)  # 0.4 MB
+    observation = {schema.IMAGE[-1]: image, schema.STATE[-1]: torch.zeros(2, 3)}
+    batch = rows([(0, 0), (0, 1)])
+    batch["observation"].update(observation)
+    batch["next", "observation"].update(observation)
+    storage = JournalStorage(tmp_path / "replay", 100, Layout.like(batch))
+    storage.append(batch)
+    before = mapped_kib()
+    for episode in range(1, 40):  # 24 MB of images
+        for key, value in zip((schema.EPISODE_ID, schema.DECISION), (episode, [0, 1]), strict=True):
+            batch[key] = torch.tensor(value).expand(2).reshape(2, 1).clone()
+        index = storage.append(batch)
+        assert mapped_kib() - before < 4_000
+    assert storage.get(index)[schema.IMAGE].shape == (2, 3, 256, 256)
+    storage.get(storage.live())
+    assert mapped_kib() - before > 16_000
+    storage.forget_pages()
+    assert mapped_kib() - before < 4_000
+    assert len(storage.live()) == 80

@@ -176,6 +176,8 @@ class ReplayFeed:
                 schema.check_transitions(rows, where="actors into the replay")
                 self._checked = True
             self._take_in(index, commits, rows)
+        if self.encode is not None:  # images have been read for the only time
+            self.storage.forget_pages()
 
     def _intact(
         self, index: Tensor, commits: Tensor, whole: bool

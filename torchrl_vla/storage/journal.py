@@ -45,6 +45,7 @@ from torchrl_vla.storage.layout import (
     map_files,
     open_folder,
     read_description,
+    unmap_pages,
 )
 from torchrl_vla.storage.outputs import Outputs
 
@@ -218,7 +219,16 @@ class JournalStorage(RowFinder, Storage):
         except BaseException:  # Ctrl-C too: who writes next clears up first
             self.release()
             raise
+        self.forget_pages()
         return torch.cat(done) if done else torch.empty(0, dtype=torch.int64)
+
+    def forget_pages(self) -> None:
+        """Give back this process's resident pages of observations; nothing of the replay is lost.
+
+        For whoever reads or writes each observation once. They come back when they are read again.
+        """
+        for column in self.layout.observations:
+            unmap_pages(self.rings.files[column.name])
 
     def _own_lane(self) -> LaneWriter:
         if self._writer is not None:

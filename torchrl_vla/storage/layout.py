@@ -7,6 +7,7 @@ cannot kill a process that writes through a memory map.
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import json
 import math
@@ -282,6 +283,25 @@ def map_files(folder: Path, layout: Layout, sizes: Sizes) -> dict[str, Tensor]:
         ).view(shape)
         for name, (shape, dtype) in shapes.items()
     }
+
+
+def unmap_pages(mapped: Tensor) -> None:
+    """Give back the memory that this process has touched of a mapped file; the file keeps it.
+
+    Resident memory counts such pages once per process, so without it the processes of a run seem to
+    grow by everything they ever wrote or read.
+
+    Args:
+        mapped: all of a tensor of :func:`map_files`.
+
+    Raises:
+        OSError: ``madvise`` refused.
+    """
+    dont_need = 4  # MADV_DONTNEED; of a shared mapping only the mapping goes
+    libc = ctypes.CDLL(None, use_errno=True)
+    address, size = ctypes.c_void_p(mapped.data_ptr()), ctypes.c_size_t(mapped.nbytes)
+    if libc.madvise(address, size, dont_need):
+        raise OSError(ctypes.get_errno(), "madvise failed on a mapped file of the replay")
 
 
 def read_description(folder: Path) -> dict[str, object]:
