@@ -42,6 +42,7 @@ from torchrl_vla.evaluate import (
     summarise,
 )
 from torchrl_vla.loops.run import write_json
+from torchrl_vla.policies.description import check_description, describe
 
 FOLDER = "evaluations"
 """Where ``watch`` writes, in the run's folder."""
@@ -59,8 +60,10 @@ class Subject(NamedTuple):
     def load(self, path: Path, ranks: topology.Topology) -> list[dict[str, Any]]:
         """Load a checkpoint into the policy; return the run's own evaluations up to it."""
         state = {"modules": {"evaluated": self.policy}}
-        loaded = self.checkpoints.load(path, state, ranks)
-        return (loaded["json"] or {}).get("history", [])
+        plain = self.checkpoints.load(path, state, ranks)["json"] or {}
+        if "policy" in plain:
+            check_description(plain["policy"], describe(self.policy), path)
+        return plain.get("history", [])
 
 
 def open_run(folder: Path, eval_decode: str | None) -> Subject:
