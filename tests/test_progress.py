@@ -40,6 +40,17 @@ def consoles(terminal):
     return Console(file=out, force_terminal=terminal, width=80, color_system=None), out
 
 
+def test_replaced_actors_are_shown_when_there_are_any():
+    console, out = consoles(terminal=False)
+    with ProgressDisplay(600, 100_000, True, console=console) as display:
+        display.update(VALUES | {"actors/restarts": 0.0})
+    assert "replaced" not in out.getvalue()
+    console, out = consoles(terminal=False)
+    with ProgressDisplay(600, 100_000, True, console=console) as display:
+        display.update(VALUES | {"actors/restarts": 2.0})
+    assert "actors replaced 2" in out.getvalue()
+
+
 def test_the_names_shown_are_names_of_metrics():
     assert set(SHOWN) == set(metrics.NAMES)
 

@@ -34,6 +34,7 @@ SHOWN = (
     "wait/actors",
     "wait/learner",
     "memory/rss_gib",
+    "actors/restarts",
 )
 """Metric names the display reads, beside ``update``. Others are ignored."""
 
@@ -151,7 +152,7 @@ class ProgressDisplay:
             evaluation += f" [{_percent(low)}, {_percent(high)}]"
         waits = f"actors {_percent(get('wait/actors', nan))}"
         waits += f", learner {_percent(get('wait/learner', nan))}"
-        return [
+        cells = [
             ("success, training", _percent(get("train/success_rate", nan))),
             ("success, evaluation", evaluation),
             ("env steps", _count(get(STEPS, nan), get(STEPS_RATE, nan))),
@@ -160,6 +161,9 @@ class ProgressDisplay:
             ("waiting for", waits),
             ("memory", f"{_number(get('memory/rss_gib', nan))} GiB"),
         ]
+        if restarts := get("actors/restarts", 0):
+            cells.append(("actors replaced", _number(restarts)))
+        return cells
 
     def _block(self) -> Group:
         used = self._used()
