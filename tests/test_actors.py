@@ -1,6 +1,8 @@
 """Actors as real processes: complete streams, exact versions, counters that agree with the rows."""
 
 import math
+import os
+import signal
 import time
 from functools import partial
 from pathlib import Path
@@ -12,6 +14,7 @@ from steer import LAYOUT, Steer, nothing_left, start, weights
 
 from torchrl_vla import schema
 from torchrl_vla.actors import actor_streams, behaviour_copy, make_actor_env
+from torchrl_vla.actors.board import Heartbeat, end_wait, idle_seconds, lines_of, make_board
 from torchrl_vla.replay import make_replay
 
 KEYS = (schema.EPISODE_ID, schema.DECISION)
@@ -92,6 +95,40 @@ def test_counters_agree_with_the_rows(rounds):
     ended = [3 + int(part[:, :-1][schema.DONE].sum()) for part in stream.split(3)]
     assert rounds["positions"] == {"positions": ended}
     assert all(0.0 <= share <= 1.0 for share in rounds["idle"])
+
+
+def test_the_idle_share_is_that_of_the_time_since_the_last_call(tmp_path: Path):
+    with nothing_left(), start(tmp_path, CounterSuite(), max_restarts=1) as actors:
+        actors.publish(weights(0.0), 1)
+        actors.collect()
+        while not (actors.board["idle"] < 0).all():  # both have begun to wait
+            time.sleep(0.01)
+        assert actors.idle_share() < 1  # they worked, and were started
+        time.sleep(0.2)
+        assert actors.idle_share() == pytest.approx(1.0)
+        os.kill(actors.pids[1], signal.SIGKILL)
+        actors.collect()
+        assert actors.restarts == 1
+        assert 0 <= actors.idle_share() < 1
+
+
+def test_idle_seconds_are_added_up_over_waits(monkeypatch):
+    now = 1000.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    board = make_board(2)
+    lines, beats = lines_of(board), [Heartbeat(board, worker) for worker in range(2)]
+    beats[0].begin_wait()
+    now += 3
+    beats[1].begin_wait()
+    now += 4
+    assert idle_seconds(lines, now) == 7 + 4
+    end_wait(lines[:1])
+    now += 5
+    end_wait(lines[:1])  # it does not wait
+    assert idle_seconds(lines, now) == 7 + 9
+    beats[0].begin_wait()
+    now += 1
+    assert idle_seconds(lines, now) == 8 + 10
 
 
 def test_async_rows_reach_the_replay_once_and_none_is_lost(tmp_path: Path):

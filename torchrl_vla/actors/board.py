@@ -25,7 +25,7 @@ _LINE = np.dtype(
         ("successes", "i8"),
         ("sim_errors", "i8"),
         ("position", "i8"),  # episodes that the initial-state stream handed out
-        ("idle", "f8"),  # seconds
+        ("idle", "f8"),  # seconds, minus the moment at which a wait began while one lasts
     ]
 )
 
@@ -49,6 +49,22 @@ def make_board(num_workers: int) -> SharedMemory:
 def lines_of(board: SharedMemory) -> np.ndarray:
     """Return the lines, structured ``[W]``; writing to them writes the board."""
     return board.bytes().view(_LINE)
+
+
+def idle_seconds(lines: np.ndarray, now: float) -> float:
+    """Return how long the workers of ``lines`` had nothing to do, up to ``now`` (monotonic).
+
+    A wait that lasts is included. One number per worker says both, so that it can be read while it
+    is written.
+    """
+    idle = lines["idle"]
+    return float(np.where(idle < 0, idle + now, idle).sum())
+
+
+def end_wait(line: np.ndarray) -> None:
+    """Count the wait of the worker of ``line`` up to now, if it waits."""
+    if line["idle"][0] < 0:
+        line["idle"] += time.monotonic()
 
 
 class Heartbeat:
@@ -75,6 +91,6 @@ class Heartbeat:
         line["position"] = env.init_states.position
         line["beat"] = time.monotonic()
 
-    def waited(self, seconds: float) -> None:
-        """Record that the worker had nothing to do for so long."""
-        self.line["idle"] += seconds
+    def begin_wait(self) -> None:
+        """Record that the worker has nothing to do from now on; :func:`end_wait` ends that."""
+        self.line["idle"] -= time.monotonic()

@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from torchrl_vla.actors.batches import RoundMemory
+from torchrl_vla.actors.board import end_wait
 from torchrl_vla.actors.worker import STACK_SIGNAL, Job, run_worker
 
 PATIENCE = 300.0
@@ -90,6 +91,7 @@ class Supervised:
         """Start a process; it is asked again for what its predecessor owed."""
         self.pipe, theirs = _SPAWN.Pipe()
         self.line["beat"] = 0.0
+        end_wait(self.line)  # of a predecessor that died waiting
         self.process = _SPAWN.Process(
             target=run_worker, args=(self.job, theirs), name=f"actor-{self.number}", daemon=True
         )

@@ -11,7 +11,6 @@ import ctypes
 import faulthandler
 import os
 import signal
-import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,7 +24,7 @@ from torchrl.collectors import Collector
 
 from torchrl_vla.actors.batches import RoundMemory
 from torchrl_vla.actors.behaviour import Behaviour
-from torchrl_vla.actors.board import Heartbeat
+from torchrl_vla.actors.board import Heartbeat, end_wait
 from torchrl_vla.actors.environment import check_finite, to_transitions
 from torchrl_vla.actors.memory import SharedMemory
 from torchrl_vla.actors.weights import Subscriber
@@ -108,12 +107,10 @@ def _serve(job: Job, pipe: Connection) -> None:
     )
     batches, rounds = iter(collector), RoundMemory(job.rounds)
     pipe.send(("ready", None))
-    idle_since = None  # what comes before the first order is the start-up
-    while (slot := pipe.recv()) is not None:
-        if idle_since is not None:
-            heartbeat.waited(time.monotonic() - idle_since)
+    while (slot := pipe.recv()) is not None:  # before the first order it starts up, not waits
+        end_wait(heartbeat.line)
         pipe.send(("batch", _hand_over(next(batches), job.replay, rounds, slot)))
-        idle_since = time.monotonic()
+        heartbeat.begin_wait()
     collector.shutdown()
 
 

@@ -22,7 +22,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 
-from torchrl_vla.actors.board import ActorCounts, lines_of, make_board
+from torchrl_vla.actors.board import ActorCounts, idle_seconds, lines_of, make_board
 from torchrl_vla.actors.memory import SharedMemory
 from torchrl_vla.actors.supervision import RestartLimit, Supervised, WorkerError
 from torchrl_vla.actors.weights import Publisher
@@ -75,7 +75,7 @@ class Actors:
         folder.mkdir(parents=True, exist_ok=True)
         self.num_workers, self.asynchronous = num_workers, replay is not None
         self.limit = RestartLimit(5, 10.0) if limit is None else limit
-        self._seed, self._started = tuple(seed), time.monotonic()
+        self._seed = tuple(seed)
         board, weights = make_board(num_workers), SharedMemory("weights")
         self.board = lines_of(board)
         self.board["position"] = 0 if positions is None else positions
@@ -105,6 +105,7 @@ class Actors:
                 self._workers.append(Supervised(job, timeout, line))
             while not all(worker.ready for worker in self._workers):
                 self._look(wait=True)
+            self._idle_mark = time.monotonic(), 0.0
         except BaseException:
             self.close()
             raise
@@ -184,9 +185,15 @@ class Actors:
         return {"positions": self.board["position"].tolist()}
 
     def idle_share(self) -> float:
-        """Return the share of the time since the start that workers waited to be asked."""
-        elapsed = time.monotonic() - self._started
-        return float(self.board["idle"].sum()) / (elapsed * self.num_workers)
+        """Return the share of the time since the last call that workers waited to be asked.
+
+        In [0, 1]; the first call counts from the start.
+        """
+        (since, before), now = self._idle_mark, time.monotonic()
+        idle = idle_seconds(self.board, now)
+        self._idle_mark = now, idle
+        share = (idle - before) / ((now - since) * self.num_workers)
+        return min(1.0, max(0.0, share))  # a wait may begin or end while this counts
 
     def counts(self) -> ActorCounts:
         """Return totals over the workers."""
