@@ -16,6 +16,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torchrl_vla.metrics import (
     WAIT_ACTORS,
     WAIT_LEARNER,
+    Means,
     MetricLog,
     Rate,
     Stopwatch,
@@ -337,6 +338,16 @@ def test_stopwatch_splits_a_wait_that_spans_a_pop_and_counts_one_that_raises():
     assert watch.pop_shares() == {"disk": 0.25}  # 1 s of 4 s
     with pytest.raises(RuntimeError, match="disk"), watch.wait("disk"), watch.wait("disk"):
         pass
+
+
+def test_means_are_over_the_reports_that_have_the_name():
+    means = Means()
+    for report in ({"a": 1.0}, {"a": 3.0, "b": 5.0}, {"a": 5.0, "b": -1.0, "c": 7.0}):
+        means.add(report)
+    assert means.pop() == {"a": 3.0, "b": 2.0, "c": 7.0}
+    means.add({"b": 4.0})
+    assert means.pop() == {"b": 4.0}
+    assert means.pop() == {}
 
 
 def test_memory_counts_children():

@@ -64,6 +64,31 @@ def test_actors_run_ahead_by_the_slack_and_no_more():
     assert [pace.may_request(pending) for pending in (0, 1, 2, 3)] == [True, True, False, False]
 
 
+def test_every_worker_has_a_batch_to_collect():
+    settings = PaceSettings(0.5, slack_decisions=48, publish_updates=1)
+    settings.check(workers=2, batch=24)
+    pace = Pacer(settings, batch=24, min_decisions=32, decisions=32)
+    assert [pace.may_request(pending) for pending in (0, 1, 2)] == [True, True, False]
+    said = r"slack_decisions is 48, but 3 workers collect 72 decisions .*set it to 72 or more"
+    with pytest.raises(ValueError, match=said):
+        settings.check(workers=3, batch=24)
+
+
+def test_workers_that_would_be_idle_are_refused_before_they_start(one, tmp_path: Path):
+    settings = small_settings(actors=ActorSettings(3, 4, 3))
+    with pytest.raises(ValueError, match=r"pace\.slack_decisions is 24, but 3 workers collect 36"):
+        train(make_run(tmp_path, one, updates=2), **settings)
+    assert not (tmp_path / "actors").exists()
+
+
+def test_a_row_has_the_means_of_its_updates(one, tmp_path: Path):
+    # The actor's learning rate is 0.01/8 up to update 4, then 2/8, 3/8, ... of 0.01.
+    settings = small_settings(updates=UpdateSettings(1e-2, 1e-3, 1e-3, 1.0, actor_warm_up=8))
+    train(make_run(tmp_path, one, updates=10), **settings)
+    rates = [row["lr/actor"] for row in read_metrics(tmp_path) if row["update"]]
+    assert rates == pytest.approx([1e-2 * eighths / 8 for eighths in (1, 1, 1.5, 3.5, 5.5)])
+
+
 class Draws:
     """Rows arrive when they are asked for; the rule allows none before the third batch."""
 

@@ -31,7 +31,14 @@ from torchrl_vla.loops.pacing import Pacer, PaceSettings
 from torchrl_vla.loops.publishing import Publishing
 from torchrl_vla.loops.replay_folder import ReplayFolder, saved_replays
 from torchrl_vla.loops.run import Run, in_segments
-from torchrl_vla.metrics import ACTOR_RESTARTS, TRAIN_SUCCESS, WAIT_ACTORS, WAIT_LEARNER, Stopwatch
+from torchrl_vla.metrics import (
+    ACTOR_RESTARTS,
+    TRAIN_SUCCESS,
+    WAIT_ACTORS,
+    WAIT_LEARNER,
+    Means,
+    Stopwatch,
+)
 from torchrl_vla.objectives.critics import ActorCritic
 from torchrl_vla.policies.deferred import without_weights
 from torchrl_vla.replay import ReplayFeed, Sampling
@@ -92,6 +99,8 @@ def train(
             f"topology.deterministic=true and actors.publish={actors.publish!r}: which weights "
             "chose an action would depend on who is faster; use actors.publish=blocking"
         )
+    if not run.deterministic:
+        pace.check(actors.num_workers, actors.envs_per_worker * actors.decisions_per_env)
     rank = run.topology.rank
     build = partial(make_policy, run.suite.meta)
     torch.manual_seed(seed)
@@ -137,21 +146,20 @@ def train(
     )
     publish = Publishing(policy, evaluated, workers)
     wait_for_data = collect_in_step if run.deterministic else drain
-    watch = Stopwatch()
+    watch, means = Stopwatch(), Means()
     with workers:
         publish(run.counters["version"], 1.0 if loaded is None else 0.0)
         if not run.history:
             run.record(run.evaluate(evaluated, final=True))
         while True:
-            metrics: dict[str, float] = {}
             for _ in range(pace.publish_updates):
                 wait_for_data(workers, feed, recent, pacer, watch, run.counters["version"])
                 batch = feed.sample(learner.updates, run.counters["version"])
-                metrics |= learner.update(batch)  # the actor may pause at the last
+                means.add(learner.update(batch))
                 pacer.updates += 1
             run.count(*recent.pop(), updates=learner.updates)
             publish(run.counters["version"], pace.average_share)
-            metrics |= recent.metrics() | watch.pop_shares()
+            metrics = means.pop() | recent.metrics() | watch.pop_shares()
             metrics |= feed.metrics(run.counters["version"])
             metrics[WAIT_LEARNER] = workers.idle_share()
             metrics[ACTOR_RESTARTS] = restarts_of(workers, run.topology)

@@ -31,6 +31,20 @@ class PaceSettings:
         if self.warm_up_updates < 0:
             raise ValueError(f"pace.warm_up_updates is {self.warm_up_updates}; it is at least 0")
 
+    def check(self, workers: int, batch: int) -> None:
+        """Check that all ``workers`` may collect a batch of ``batch`` decisions at the same time.
+
+        Raises:
+            ValueError: the slack is too small for that, so that some would always be idle.
+        """
+        if self.slack_decisions < workers * batch:
+            raise ValueError(
+                f"pace.slack_decisions is {self.slack_decisions}, but {workers} workers collect "
+                f"{workers * batch} decisions at a time ({batch} each), so that some would always "
+                f"wait; set it to {workers * batch} or more, or use fewer actors.num_workers, "
+                "envs_per_worker or decisions_per_env"
+            )
+
 
 @dataclass
 class Pacer:

@@ -17,7 +17,7 @@ from torch import nn
 
 from torchrl_vla.actors import load_full_weights
 from torchrl_vla.learner import Learner, ParameterGroup
-from torchrl_vla.metrics import RATIO_GAP, TARGET_KL_STOPS
+from torchrl_vla.metrics import RATIO_GAP, TARGET_KL_STOPS, Means
 from torchrl_vla.policies.deferred import fill
 from torchrl_vla.policies.shard import full_weights, shard
 from torchrl_vla.topology import Topology
@@ -164,20 +164,16 @@ def update_epochs(
         update; ``target_kl_stops``, 1 if ``target_kl`` ended the round early.
     """
     goal = learner.objective
-    sums: dict[str, float] = {}
-    number, gap, stopped = 0, math.nan, False
+    means, gap, stopped = Means(), None, False
     for minibatch in minibatches(rows, settings.minibatch_size, settings.epochs, generator):
         report = goal.finish(learner.update(minibatch))
-        if number == 0:
+        if gap is None:
             gap = _largest(goal.pop_gap(), learner.topology)
-        number += 1
-        for name, value in report.items():
-            sums[name] = sums.get(name, 0.0) + value
+        means.add(report)
         if settings.target_kl is not None and report["approx_kl"] > settings.target_kl:
             stopped = True
             break
-    means = {name: value / number for name, value in sums.items()}
-    return means | {RATIO_GAP: gap, TARGET_KL_STOPS: float(stopped)}
+    return means.pop() | {RATIO_GAP: gap, TARGET_KL_STOPS: float(stopped)}
 
 
 def _largest(value: float, topology: Topology) -> float:

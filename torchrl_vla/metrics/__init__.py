@@ -10,7 +10,7 @@ Names are ``room/thing``; the suffix says how ranks combine: ``_sum`` and ``_cou
 """
 
 from torchrl_vla.metrics.log import METRICS_FILE, WRITERS, MetricLog, read_metrics
-from torchrl_vla.metrics.measure import Rate, Stopwatch, rss_gib
+from torchrl_vla.metrics.measure import Means, Rate, Stopwatch, rss_gib
 from torchrl_vla.metrics.names import (
     ACTOR_RESTARTS,
     ENV_STEPS,
@@ -48,6 +48,7 @@ __all__ = [
     "WAIT_ACTORS",
     "WAIT_LEARNER",
     "WRITERS",
+    "Means",
     "MetricLog",
     "Rate",
     "Stopwatch",

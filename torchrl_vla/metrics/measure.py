@@ -1,10 +1,10 @@
-"""What a loop measures of itself: rates, waits, memory."""
+"""What a loop measures of itself: rates, waits, means, memory."""
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import psutil
@@ -95,6 +95,26 @@ class Stopwatch:
         self._since = now
         self._spent = dict.fromkeys(self._spent, 0.0)
         return shares
+
+
+class Means:
+    """Means of named numbers over several reports, each name over the reports that have it."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, float] = {}
+        self._counts: dict[str, int] = {}
+
+    def add(self, report: Mapping[str, float]) -> None:
+        """Take in one report."""
+        for name, value in report.items():
+            self._sums[name] = self._sums.get(name, 0.0) + value
+            self._counts[name] = self._counts.get(name, 0) + 1
+
+    def pop(self) -> dict[str, float]:
+        """Return the means since the last pop, in the order in which names came; starts anew."""
+        means = {name: value / self._counts[name] for name, value in self._sums.items()}
+        self._sums, self._counts = {}, {}
+        return means
 
 
 def rss_gib() -> float:
