@@ -1,9 +1,11 @@
-"""A policy server and its clients in other processes: same answers, batches, publishes, death."""
+"""A policy server and its clients in other processes: same answers, batches, deaths of both."""
 
 import multiprocessing
 import os
 import signal
+import time
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,18 +14,17 @@ from tensordict.nn import TensorDictModuleBase, set_interaction_type
 from tensordict.nn.probabilistic import InteractionType, interaction_type
 from torch import nn
 
-from torchrl_vla.serving import PolicyServer, examples
+from torchrl_vla.serving import PolicyServer, PolicyServerError, examples
 
 
 class Doubling(TensorDictModuleBase):
-    """Chunk = weight * state (+ 100 when it explores); says which weights it had, and the batch."""
+    """Chunk = weight * state (+ 100 when it explores); says how large the batch was."""
 
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.tensor([2.0]))
-        self.register_buffer("policy_version", torch.zeros(1, dtype=torch.int64))
         self.in_keys = [("observation", "state")]
-        self.out_keys = [("vla_action", "chunk"), "policy_version", "rows"]
+        self.out_keys = [("vla_action", "chunk"), "rows"]
 
     def forward(self, td: TensorDict) -> TensorDict:
         state = td["observation", "state"]
@@ -32,7 +33,6 @@ class Doubling(TensorDictModuleBase):
         td["vla_action", "chunk"] = self.weight * state
         if interaction_type() is InteractionType.RANDOM:
             td["vla_action", "chunk"] = td["vla_action", "chunk"] + 100
-        td["policy_version"] = self.policy_version.expand(*td.batch_size, 1).clone()
         td["rows"] = torch.full((*td.batch_size, 1), td.numel())
         return td
 
@@ -86,27 +86,58 @@ def test_one_server_through_its_life():
         assert answer is mine
         assert answer["vla_action", "chunk"].tolist() == [[6.0] * 2] * 3
         assert answer["rows"].tolist() == [[3]] * 3
-        assert answer["policy_version"].tolist() == [[0]] * 3
-
-        server.publish(
-            TensorDict({"weight": torch.tensor([5.0]), "policy_version": torch.tensor([7])})
-        )
-        with set_interaction_type(InteractionType.DETERMINISTIC):
-            answer = policy(observations(3.0))
-        assert answer["vla_action", "chunk"].tolist() == [[15.0] * 2] * 3
-        assert answer["policy_version"].tolist() == [[7]] * 3
+        server.check(ask=True)
 
         # what the policy raises reaches the client that asked, and the server goes on
         with pytest.raises(FloatingPointError, match="the state is not a number"):
             policy(observations(float("nan")))
-        assert policy(observations(1.0))["policy_version"].tolist() == [[7]] * 3
-        assert server.stats()["requests"] == 3  # answered
+        assert policy(observations(1.0))["rows"].tolist() == [[3]] * 3
+        assert server.stats()["requests"] == 2  # answered
 
-        os.kill(server.pid, signal.SIGKILL)
+        pid = server.pid
+        os.kill(pid, signal.SIGKILL)
         with pytest.raises(RuntimeError, match="closed"):
             policy(observations(1.0))
-        with pytest.raises(RuntimeError, match="not alive"):
-            server.publish(TensorDict({"weight": torch.tensor([1.0])}))
+        with pytest.raises(PolicyServerError, match=rf"pid {pid}\) ended with exit code -9"):
+            server.check()
+
+
+class Gated(Doubling):
+    """Acts once a file says so, and says in another file that it was asked."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.folder = folder
+
+    def forward(self, td: TensorDict) -> TensorDict:
+        (self.folder / "asked").touch()
+        wait_for(self.folder / "go")
+        return super().forward(td)
+
+
+def wait_for(path: Path) -> None:
+    while not path.exists():
+        time.sleep(0.01)
+
+
+def ask_alone(policy) -> None:
+    policy(observations(1.0))
+
+
+@pytest.mark.timeout(240)
+def test_a_client_that_is_killed_while_it_waits_stops_nobody_else(tmp_path: Path):
+    request, response = examples(Doubling(), observations(0.0))
+    make = partial(Gated, tmp_path)
+    with PolicyServer(make, request, response, clients=2, window=0.01) as server:
+        doomed = multiprocessing.get_context("spawn").Process(
+            target=ask_alone, args=(server.policy(0),)
+        )
+        doomed.start()
+        wait_for(tmp_path / "asked")
+        doomed.kill()
+        doomed.join()
+        (tmp_path / "go").touch()  # now the answer for the dead one is ready
+        assert server.policy(1)(observations(3.0))["vla_action", "chunk"].unique().tolist() == [6.0]
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,5 @@
 """One copy of a large policy that acts for many simulator processes."""
 
-from torchrl_vla.serving.server import PolicyServer, RemotePolicy, examples
+from torchrl_vla.serving.server import PolicyServer, PolicyServerError, RemotePolicy, examples
 
-__all__ = ["PolicyServer", "RemotePolicy", "examples"]
+__all__ = ["PolicyServer", "PolicyServerError", "RemotePolicy", "examples"]

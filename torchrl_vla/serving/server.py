@@ -15,11 +15,13 @@ core is busy with one while the other waits.
 
 from __future__ import annotations
 
+import multiprocessing
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from torch import nn
 from torchrl.modules.inference_server import (
@@ -27,6 +29,17 @@ from torchrl.modules.inference_server import (
     ProcessInferenceServer,
     ProcessSlotTransport,
 )
+
+from torchrl_vla.serving.events import KillSafeContext
+
+_END_SECONDS = 5.0
+"""How long a killed server may take to be gone."""
+_ANSWER_SECONDS = 30.0
+"""How long a server may take to say that it is well, on a machine that is busy."""
+
+
+class PolicyServerError(RuntimeError):
+    """The policy server cannot start, is gone or does not answer; the message says which."""
 
 
 class RemotePolicy(TensorDictModuleBase):
@@ -58,15 +71,19 @@ class RemotePolicy(TensorDictModuleBase):
 class PolicyServer:
     """One policy, many clients; ``with`` starts and stops its process.
 
+    A client may be killed at any moment: the others are served on. What it had asked for is still
+    answered, so its slot must rest; a successor takes one of the ``spare`` slots.
+
     Args:
         make_policy: picklable; builds the policy in the server's process. What it stamps on its
-            answers (``policy_version``) belongs to the weights it has.
+            answers (``policy_version``) belongs to the weights it has; it takes newer ones itself.
         request: example of what a client sends, ``[N]`` simulators; its keys, shapes and dtypes
             are those of every request (CPU).
         response: example of what a client gets back, ``[N]``.
-        clients: number of simulator processes.
+        clients: number of simulator processes at a time.
         groups: parts of the clients that take turns; the policy waits for ``clients / groups``
             requests before it acts. 1: simulators and policy alternate.
+        spare: slots beside those of the clients, for successors of clients that were killed.
         window: seconds that a request waits at most for others to join its batch.
         device: of the policy.
 
@@ -82,6 +99,7 @@ class PolicyServer:
         *,
         clients: int,
         groups: int = 2,
+        spare: int = 0,
         window: float = 0.02,
         device: str = "cpu",
     ) -> None:
@@ -89,13 +107,14 @@ class PolicyServer:
             divisors = [n for n in range(1, clients + 1) if clients % n == 0]
             raise ValueError(
                 f"groups is {groups} with {clients} clients; it must divide them: use one of "
-                f"{divisors}"
+                f"{divisors} (topology.server_groups; a rank's clients are algo.actors.num_workers)"
             )
         if window <= 0:
             raise ValueError(f"window is {window} s; it must be above 0 (0.02, say)")
-        self._keys = [list(td.keys(True, True)) for td in (request, response)]
-        transport = ProcessSlotTransport(request, response, num_slots=clients)
-        self._policies = [RemotePolicy(transport.client(), *self._keys) for _ in range(clients)]
+        keys = [list(td.keys(True, True)) for td in (request, response)]
+        slots = clients + spare
+        transport = ProcessSlotTransport(request, response, num_slots=slots, ctx=KillSafeContext())
+        self._policies = [RemotePolicy(transport.client(), *keys) for _ in range(slots)]
         self._server = ProcessInferenceServer(
             policy_factory=make_policy,
             transport=transport,
@@ -106,23 +125,13 @@ class PolicyServer:
             policy_device=device,
             policy_version_key=None,
         )
+        # The process ignores what multiprocessing would end it with at an exit without close().
+        self._started: list[int] = []
+        self._kill = weakref.finalize(self, _kill, self._started)
 
-    def policy(self, client: int) -> RemotePolicy:
-        """Return the policy for simulator process ``client``, which alone uses it."""
-        return self._policies[client]
-
-    def publish(self, weights: TensorDict) -> None:
-        """Give the policy new weights, between two batches; returns when it has them.
-
-        Args:
-            weights: whole weights, nested like ``TensorDict.from_module`` of what ``make_policy``
-                builds (version included, if that is one of its buffers).
-
-        Raises:
-            RuntimeError: the server is not alive, or the weights do not fit.
-            TimeoutError: it did not take them.
-        """
-        self._server.update_model_weights(weights)
+    def policy(self, slot: int) -> RemotePolicy:
+        """Return the policy for the simulator process that alone uses ``slot``."""
+        return self._policies[slot]
 
     def stats(self) -> dict[str, float]:
         """Return TorchRL's counters since the last call: requests, batches, sizes, times in ms."""
@@ -130,15 +139,62 @@ class PolicyServer:
 
     @property
     def pid(self) -> int | None:
-        """Process id of the server."""
-        return self._server.health()["pid"]
+        """Process id of the server; ``None`` before its start."""
+        return self._started[0] if self._started else None
+
+    def start(self) -> None:
+        """Start the process and wait until it has its policy.
+
+        Raises:
+            PolicyServerError: it cannot be built.
+        """
+        others = multiprocessing.active_children()
+        try:
+            self._server.start()
+        except (RuntimeError, TimeoutError) as error:
+            raise PolicyServerError(f"the policy server cannot start: {error}") from error
+        finally:
+            children = multiprocessing.active_children()
+            self._started += [child.pid for child in children if child not in others]
+
+    def check(self, *, ask: bool = False) -> None:
+        """Check that the process runs.
+
+        Args:
+            ask: and that it answers, within 30 s.
+
+        Raises:
+            PolicyServerError: it does not.
+        """
+        if not ask and self._server.is_alive:
+            return
+        health = self._server.health(timeout=_ANSWER_SECONDS)
+        name = f"policy server (pid {health['pid']})"
+        if not health["process_alive"]:
+            raise PolicyServerError(
+                f"{name} ended with exit code {health['exitcode']}; no actor of this rank can act"
+            )
+        if "control_error" in health:
+            raise PolicyServerError(f"{name} does not answer: {health['control_error']}")
+
+    def close(self) -> None:
+        """End the process; it holds nothing that must be kept. Idempotent."""
+        self._kill()
+        self._server.shutdown()
 
     def __enter__(self) -> PolicyServer:
-        self._server.start()
+        self.start()
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._server.shutdown()
+        self.close()
+
+
+def _kill(pids: list[int]) -> None:
+    for child in multiprocessing.active_children():
+        if child.pid in pids:
+            child.kill()
+            child.join(_END_SECONDS)
 
 
 def examples(
