@@ -171,6 +171,9 @@ def train(cfg: DictConfig, stop: StopSignals) -> None:
     ranks = topology.start(
         cfg.topology.device,
         replicate=cfg.topology.replicate,
+        actors=cfg.topology.actors,
+        actor_gpus=cfg.topology.actor_gpus,
+        server_groups=cfg.topology.server_groups,
         threads=cfg.topology.threads,
         timeout=timedelta(minutes=cfg.topology.timeout_minutes),
     )

@@ -12,7 +12,7 @@ from tensordict.nn import TensorDictModuleBase
 from torch import nn
 
 from torchrl_vla import schema
-from torchrl_vla.actors import ActorSettings, start_actors
+from torchrl_vla.actors import ActorSettings, ServerSettings, start_actors
 from torchrl_vla.storage.layout import transition_layout
 
 CHUNK, ACTIONS = 4, 2
@@ -49,8 +49,10 @@ def start(
     timeout=30.0,
     max_restarts=0,
     publish="blocking",
+    groups=0,
     **kwargs,
 ):
+    """Start actors that run :class:`Steer`; ``groups`` > 0: at a policy server."""
     settings = ActorSettings(
         workers, envs, steps, timeout, max_restarts=max_restarts, publish=publish
     )
@@ -63,6 +65,7 @@ def start(
         seed=0,
         rank=0,
         folder=folder,
+        server=ServerSettings("cpu", groups, Steer()) if groups else None,
         **kwargs,
     )
 

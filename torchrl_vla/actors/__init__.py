@@ -10,6 +10,7 @@ from torchrl_vla.actors.behaviour import Behaviour
 from torchrl_vla.actors.board import ActorCounts
 from torchrl_vla.actors.copies import behaviour_copy, load_full_weights
 from torchrl_vla.actors.environment import actor_streams, make_actor_env, to_transitions
+from torchrl_vla.actors.server import ServerSettings
 from torchrl_vla.actors.settings import ActorSettings, start_actors
 from torchrl_vla.actors.supervision import WorkerError
 from torchrl_vla.actors.worker import die_with_parent
@@ -20,6 +21,7 @@ __all__ = [
     "ActorSettings",
     "Actors",
     "Behaviour",
+    "ServerSettings",
     "WorkerError",
     "actor_streams",
     "behaviour_copy",

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 
 from torchrl_vla import schema
+from torchrl_vla.actors.memory import SharedMemory
 from torchrl_vla.actors.weights import Subscriber
 
 
@@ -37,3 +40,11 @@ class Behaviour(TensorDictModuleBase):
         tensordict = self.policy(tensordict)
         version = torch.full((*tensordict.batch_size, 1), self.version, dtype=torch.int64)
         return tensordict.set(schema.POLICY_VERSION, version)
+
+
+def make_behaviour(
+    make_policy: Callable[[], TensorDictModuleBase], weights: SharedMemory, device: str = "cpu"
+) -> Behaviour:
+    """Build a copy of the policy that takes what the learner publishes into ``weights``."""
+    # moved first: a module that moves later would have other buffers than those it writes to
+    return Behaviour(make_policy().to(device), Subscriber(weights))

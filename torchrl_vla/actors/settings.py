@@ -10,6 +10,7 @@ from pathlib import Path
 from tensordict.nn import TensorDictModuleBase
 
 from torchrl_vla.actors.environment import actor_streams, make_actor_env
+from torchrl_vla.actors.server import RankServer, ServerSettings, request_and_response
 from torchrl_vla.actors.supervision import RestartLimit
 from torchrl_vla.actors.workers import Actors
 from torchrl_vla.envs.simulator import Suite
@@ -64,6 +65,7 @@ def start_actors(
     positions: Sequence[int] | None = None,
     attempt: int = 0,
     replay: JournalReplayBuffer | None = None,
+    server: ServerSettings | None = None,
 ) -> Actors:
     """Start this rank's actors on training states.
 
@@ -79,6 +81,7 @@ def start_actors(
         positions: where the initial-state streams go on (resume).
         attempt: changes the action noise when a run goes on.
         replay: see :class:`Actors`.
+        server: of the policy server that acts for all workers; ``None``: each has its own copy.
     """
     make_env = partial(
         make_actor_env,
@@ -101,4 +104,12 @@ def start_actors(
         timeout=settings.timeout,
         limit=RestartLimit(settings.max_restarts, settings.restart_minutes),
         background=settings.publish == "background",
+        server=None
+        if server is None
+        else partial(
+            RankServer,
+            *request_and_response(server.copy, suite.meta, chunk_size, settings.envs_per_worker),
+            server,
+            settings.timeout,
+        ),
     )

@@ -10,8 +10,11 @@ import multiprocessing
 import os
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
+
+from tensordict.nn import TensorDictModuleBase
 
 from torchrl_vla.actors.batches import RoundMemory
 from torchrl_vla.actors.board import end_wait
@@ -144,14 +147,16 @@ class Supervised:
             f"rendering is stuck{self._stacks()}"
         )
 
-    def restart(self, seed: int) -> None:
+    def restart(self, seed: int, make_behaviour: Callable[[], TensorDictModuleBase]) -> None:
         """Replace the process; the stream of initial states goes on behind the last one used.
 
         Args:
             seed: of the new process's action noise.
+            make_behaviour: builds what chooses its actions.
         """
         self.kill()
-        self.job = replace(self.job, position=int(self.line["position"][0]), seed=seed)
+        position = int(self.line["position"][0])
+        self.job = replace(self.job, position=position, seed=seed, make_behaviour=make_behaviour)
         self.start()
 
     def end(self) -> None:

@@ -23,11 +23,9 @@ from tensordict.nn import TensorDictModuleBase
 from torchrl.collectors import Collector
 
 from torchrl_vla.actors.batches import RoundMemory
-from torchrl_vla.actors.behaviour import Behaviour
 from torchrl_vla.actors.board import Heartbeat, end_wait
 from torchrl_vla.actors.environment import check_finite, to_transitions
 from torchrl_vla.actors.memory import SharedMemory
-from torchrl_vla.actors.weights import Subscriber
 from torchrl_vla.envs.chunked import ChunkedEnv
 from torchrl_vla.storage.buffer import JournalReplayBuffer
 
@@ -45,7 +43,8 @@ class Job:
     parent: int
     """Process id of the learner."""
     make_env: Callable[..., ChunkedEnv]
-    make_policy: Callable[[], TensorDictModuleBase]
+    make_behaviour: Callable[[], TensorDictModuleBase]
+    """Builds what chooses actions and stamps them with the version of its weights."""
     position: int
     """Episodes that the worker's initial-state stream handed out before."""
     seed: int
@@ -53,7 +52,6 @@ class Job:
     steps_per_batch: int
     """``T``, decisions per simulator and batch."""
     board: SharedMemory
-    weights: SharedMemory
     rounds: SharedMemory
     replay: JournalReplayBuffer | None
     """Where transitions go; ``None`` hands rounds to the learner."""
@@ -73,12 +71,20 @@ def die_with_parent(parent: int) -> None:
         raise SystemExit(f"parent process {parent} is gone")
 
 
-def run_worker(job: Job, pipe: Connection) -> None:
-    """Serve until told to end; the process's main function."""
-    die_with_parent(job.parent)
-    # A signal to the whole job is the learner's business; it ends its workers itself.
+def belong_to(learner: int) -> None:
+    """Die with process ``learner`` and leave signals to the whole job to it.
+
+    Raises:
+        SystemExit: the learner is gone already.
+    """
+    die_with_parent(learner)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
+
+
+def run_worker(job: Job, pipe: Connection) -> None:
+    """Serve until told to end; the process's main function."""
+    belong_to(job.parent)
     with job.stacks.open("w") as stacks:
         faulthandler.register(STACK_SIGNAL, file=stacks, all_threads=True)
         try:
@@ -99,7 +105,7 @@ def _serve(job: Job, pipe: Connection) -> None:
     env = job.make_env(worker=job.worker, position=job.position, on_step=heartbeat)
     collector = Collector(
         env,
-        Behaviour(job.make_policy(), Subscriber(job.weights)),
+        job.make_behaviour(),
         frames_per_batch=env.batch_size[0] * job.steps_per_batch,
         total_frames=-1,
         return_same_td=True,

@@ -4,6 +4,9 @@
     loop ◀─receive()──  round in shared memory, or "rows committed" when they write the replay
     loop ──publish()──▶ shared memory ──▶ every worker's policy, between two decisions
 
+With a policy server workers have no policy of their own: they ask the server, which takes the
+weights in their place (:mod:`torchrl_vla.actors.server`).
+
 A worker that fails is replaced while the others go on; see :mod:`torchrl_vla.actors.supervision`.
 """
 
@@ -14,6 +17,7 @@ import os
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from multiprocessing.connection import wait as wait_for_any
 from pathlib import Path
 
@@ -22,8 +26,10 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 
+from torchrl_vla.actors.behaviour import make_behaviour
 from torchrl_vla.actors.board import ActorCounts, idle_seconds, lines_of, make_board
 from torchrl_vla.actors.memory import SharedMemory
+from torchrl_vla.actors.server import RankServer
 from torchrl_vla.actors.supervision import RestartLimit, Supervised, WorkerError
 from torchrl_vla.actors.weights import Publisher
 from torchrl_vla.actors.worker import Job
@@ -41,7 +47,7 @@ class Actors:
     Args:
         make_env: picklable; called in worker ``w`` as
             ``make_env(worker=w, position=..., on_step=...)``.
-        make_policy: picklable; builds the policy in the worker.
+        make_policy: picklable; builds the policy in the worker, or in the server.
         num_workers: ``W``.
         steps_per_batch: ``T``, decisions per simulator and batch.
         folder: where workers write what they are doing when they hang.
@@ -52,9 +58,12 @@ class Actors:
         timeout: seconds without a sign of life after which a worker counts as hung.
         limit: how often workers may be replaced.
         background: publish in a thread; see :class:`~torchrl_vla.actors.weights.Publisher`.
+        server: makes the policy server that workers ask, see :class:`RankServer`; without it every
+            worker has its own copy of the policy.
 
     Raises:
         WorkerError: a worker cannot start.
+        PolicyServerError: the policy server cannot start.
     """
 
     def __init__(
@@ -71,6 +80,7 @@ class Actors:
         timeout: float = 30.0,
         limit: RestartLimit | None = None,
         background: bool = False,
+        server: Callable[..., RankServer] | None = None,
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.num_workers, self.asynchronous = num_workers, replay is not None
@@ -80,6 +90,12 @@ class Actors:
         self.board = lines_of(board)
         self.board["position"] = 0 if positions is None else positions
         self._publisher = Publisher(weights, background=background)
+        self._own_copy = partial(make_behaviour, make_policy, weights)
+        self.server: RankServer | None = None
+        """Acts for the workers if they have no copies of the policy."""
+        if server is not None:
+            spare, noise = self.limit.number, self._noise(num_workers)
+            self.server = server(self._own_copy, clients=num_workers, spare=spare, seed=noise)
         self.pending = 0
         """Requests that no :meth:`receive` has answered yet."""
         self._workers: list[Supervised] = []
@@ -91,18 +107,19 @@ class Actors:
                     worker=number,
                     parent=os.getpid(),
                     make_env=make_env,
-                    make_policy=make_policy,
+                    make_behaviour=self._behaviour(number),
                     position=int(self.board["position"][number]),
                     seed=self._noise(number),
                     steps_per_batch=steps_per_batch,
                     board=board,
-                    weights=weights,
                     rounds=SharedMemory(f"rounds-{number}"),
                     replay=None if replay is None else replay.for_lane(number),
                     stacks=folder / f"worker-{number}.stacks",
                 )
                 line = self.board[number : number + 1]
                 self._workers.append(Supervised(job, timeout, line))
+            if self.server is not None:
+                self.server.start()  # while the workers start, too
             while not all(worker.ready for worker in self._workers):
                 self._look(wait=True)
             self._idle_mark = time.monotonic(), 0.0
@@ -146,6 +163,7 @@ class Actors:
 
         Raises:
             WorkerError: workers failed more often than allowed, or one cannot start.
+            PolicyServerError: the policy server is gone or hangs.
         """
         self._look(wait=False)
         while (batch := self._next_batch()) is None:
@@ -206,11 +224,16 @@ class Actors:
             for worker in self._workers:
                 worker.end()
         self._kill_all()
+        if self.server is not None:
+            self.server.close()
         self._publisher.close()
 
     def _noise(self, worker: int) -> int:
         numbers = (*self._seed, worker, self.limit.total)
         return int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0])
+
+    def _behaviour(self, worker: int) -> Callable[[], TensorDictModuleBase]:
+        return self._own_copy if self.server is None else self.server.behaviour(worker)
 
     def _look(self, wait: bool) -> None:
         """Take in what workers say and replace those that failed."""
@@ -218,6 +241,9 @@ class Actors:
             wait_for_any([worker.pipe for worker in self._workers], _LOOK_SECONDS)
         for worker in self._workers:
             worker.listen()
+        if self.server is not None:
+            self.server.check()  # before its clients: they fail with it
+        for worker in self._workers:
             reason = worker.failure()
             if reason is not None:
                 self._replace(worker, reason)
@@ -225,8 +251,10 @@ class Actors:
     def _replace(self, worker: Supervised, reason: str) -> None:
         if worker.said and not worker.line["decisions"][0]:
             raise WorkerError(f"{reason}\nIt raised before its first decision: not tried again")
+        if self.server is not None:
+            self.server.check(ask=True)
         self.limit.admit(reason)
-        worker.restart(self._noise(worker.number))
+        worker.restart(self._noise(worker.number), self._behaviour(worker.number))
         _LOG.warning(
             "%s\nIt is replaced by pid %d (restart %d); its unfinished batch is discarded",
             reason,

@@ -79,11 +79,11 @@ def check_ratio(
         value_lr=None if updates.value_lr is None else 0.0,
         head_lr=None if updates.head_lr is None else 0.0,
     )
-    policy, learner, goal, _ = build_learner(
+    policy, learner, goal, evaluated = build_learner(
         run, make_policy, objective, actors, still, seed=seed, gamma=gamma, max_lag=max_lag
     )
     goal.value_only_rounds = 0  # the check is about the policy
-    workers = start_workers(run, make_policy, actors, seed=seed, gamma=gamma)
+    workers = start_workers(run, make_policy, actors, evaluated, seed=seed, gamma=gamma)
     generator = torch.Generator().manual_seed(seed)
     gaps, reports = [], []
     with workers:

@@ -21,7 +21,7 @@ from tensordict import TensorDictBase
 from torch import nn
 
 from torchrl_vla import schema
-from torchrl_vla.actors import Actors, ActorSettings, start_actors
+from torchrl_vla.actors import Actors, ActorSettings, ServerSettings, start_actors
 from torchrl_vla.data import demonstrations
 from torchrl_vla.data.demonstrations import Episode
 from torchrl_vla.evaluate import q_judge
@@ -143,6 +143,7 @@ def train(
         positions=positions_of(loaded),
         attempt=learner.updates,
         replay=buffer,
+        server=ServerSettings.of(run.topology, evaluated),
     )
     publish = Publishing(policy, evaluated, workers)
     wait_for_data = collect_in_step if run.deterministic else drain

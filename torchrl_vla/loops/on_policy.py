@@ -23,7 +23,7 @@ from tensordict import TensorDictBase
 from torch import nn
 
 from torchrl_vla import schema
-from torchrl_vla.actors import Actors, ActorSettings, start_actors
+from torchrl_vla.actors import Actors, ActorSettings, ServerSettings, start_actors
 from torchrl_vla.learner import Learner
 from torchrl_vla.loops.publishing import Publishing
 from torchrl_vla.loops.run import Run, in_segments
@@ -85,7 +85,9 @@ def train(
     if loaded is not None:
         learner.updates, goal.rounds = run.counters["updates"], loaded["json"]["rounds"]
     lost = held_of(loaded)
-    workers = start_workers(run, make_policy, actors, seed=seed, gamma=gamma, loaded=loaded)
+    workers = start_workers(
+        run, make_policy, actors, evaluated, seed=seed, gamma=gamma, loaded=loaded
+    )
     publish, watch, seen = Publishing(policy, evaluated, workers), Stopwatch(), Seen()
     generator = torch.Generator().manual_seed(seed * 1000 + run.topology.rank + learner.updates)
     with workers:
@@ -161,6 +163,7 @@ def start_workers(
     run: Run,
     make_policy: Callable[..., nn.Module],
     actors: ActorSettings,
+    evaluated: nn.Module,
     *,
     seed: int,
     gamma: float,
@@ -179,6 +182,7 @@ def start_workers(
         folder=run.folder / "actors" / f"rank-{rank}",
         positions=positions_of(loaded),
         attempt=run.counters["version"],
+        server=ServerSettings.of(run.topology, evaluated),
     )
 
 

@@ -68,12 +68,23 @@ class CheckpointPlan:
                 raise ValueError(f"checkpoint.{name} is {value}; it must be above 0, or null")
 
 
-def check_deterministic(budget: Budget, evaluation: EvaluationPlan, saves: CheckpointPlan) -> None:
+def check_deterministic(
+    budget: Budget, evaluation: EvaluationPlan, saves: CheckpointPlan, actors: str = "local"
+) -> None:
     """Refuse a deterministic run in which the clock decides something.
+
+    Args:
+        budget, evaluation, saves: of the run.
+        actors: where its actors choose actions (``topology.actors``).
 
     Raises:
         ValueError: names every such setting.
     """
+    if actors == "server":
+        raise ValueError(
+            "topology.deterministic=true and topology.actors=server: which requests share a batch, "
+            "and so their noise, would depend on who is faster; use topology.actors=local"
+        )
     clocks = {
         "budget.minutes": budget.minutes,
         "evaluation.every_minutes": evaluation.every_minutes,

@@ -95,7 +95,9 @@ class Run:
 
     def __post_init__(self) -> None:
         if self.deterministic:
-            check_deterministic(self.budget, self.evaluation, self.saves)
+            check_deterministic(
+                self.budget, self.evaluation, self.saves, self.topology.layout.actors
+            )
         self.started = time.monotonic()
         names = ("updates", ENV_STEPS, "decisions", EPISODES, "version")
         self.counters: dict[str, int] = dict.fromkeys(names, 0)

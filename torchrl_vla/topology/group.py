@@ -127,6 +127,7 @@ def start(
     replicate: int | Literal["node"] = 1,
     actors: str = "local",
     actor_gpus: int = 0,
+    server_groups: int = 2,
     timeout: timedelta = TEN_MINUTES,
     threads: int = 1,
 ) -> Topology:
@@ -136,7 +137,7 @@ def start(
     of one, on a free loopback port.
 
     Args:
-        device, replicate, actors, actor_gpus: see :func:`~.layout.plan`.
+        device, replicate, actors, actor_gpus, server_groups: see :func:`~.layout.plan`.
         timeout: after which a collective that lacks a rank fails instead of hanging.
         threads: CPU threads of torch in this process.
 
@@ -160,6 +161,7 @@ def start(
         replicate=replicate,
         actors=actors,
         actor_gpus=actor_gpus,
+        server_groups=server_groups,
     )
     own = torch.device(layout.place(me.rank).device)
     torch.set_num_threads(threads)

@@ -48,6 +48,7 @@ class Layout:
         device: ``"cpu"``, ``"cuda"`` (rank ``i`` of a node has GPU ``i``) or ``"cuda:N"``.
         actors: see :data:`ACTORS`.
         actor_gpus: GPUs of a node that belong to policy servers, after those of the ranks.
+        server_groups: parts of a rank's workers that take turns at their policy server.
     """
 
     world_size: int
@@ -56,6 +57,7 @@ class Layout:
     device: str
     actors: Literal["local", "server"]
     actor_gpus: int
+    server_groups: int
 
     @property
     def nodes(self) -> int:
@@ -113,6 +115,7 @@ def plan(
     replicate: int | Literal["node"] = 1,
     actors: str = "local",
     actor_gpus: int = 0,
+    server_groups: int = 2,
 ) -> Layout:
     """Check a split and fill in what follows from it.
 
@@ -127,6 +130,8 @@ def plan(
         actors: see :data:`ACTORS`.
         actor_gpus: GPUs of each node that only policy servers use; 0: a server shares the GPU of
             its rank.
+        server_groups: parts of a rank's workers that take turns at their policy server, so that
+            some simulate while the policy works for the others; 1: all wait for it.
 
     Raises:
         ValueError: a number is out of range or two of them exclude each other; the message says
@@ -141,7 +146,9 @@ def plan(
     device = _device(device, world_size, ranks_per_node, gpus)
     replicate = _replicate(replicate, world_size, ranks_per_node)
     _check_actors(actors, actor_gpus, device, ranks_per_node, gpus)
-    return Layout(world_size, ranks_per_node, replicate, device, actors, actor_gpus)
+    if server_groups < 1:
+        raise ValueError(f"server_groups is {server_groups}; it must be at least 1")
+    return Layout(world_size, ranks_per_node, replicate, device, actors, actor_gpus, server_groups)
 
 
 def _device(device: str, world_size: int, ranks_per_node: int, gpus: int) -> str:
