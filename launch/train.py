@@ -32,10 +32,11 @@ from omegaconf import DictConfig, OmegaConf
 
 from torchrl_vla import topology
 from torchrl_vla.actors import die_with_parent
-from torchrl_vla.loops import on_policy
+from torchrl_vla.loops import off_policy, on_policy
 from torchrl_vla.loops.check import check_ratio
 from torchrl_vla.loops.plans import Budget, CheckpointPlan, EvaluationPlan
 from torchrl_vla.loops.run import Run, write_json
+from torchrl_vla.remote import Listening, listening
 from torchrl_vla.report import CURVE_FILE, write_page
 from torchrl_vla.signals import RESUME_ME, StopSignals
 
@@ -152,6 +153,28 @@ def choose_check(cfg: DictConfig, loop: partial[None]) -> partial[bool]:
     return partial(check_ratio, **loop.keywords)
 
 
+def choose_listening(cfg: DictConfig, loop: partial[None]) -> dict[str, Listening]:
+    """Return what the loop needs to know of remote actors: nothing if actors are local.
+
+    Raises:
+        ValueError: the algorithm cannot have them.
+    """
+    if cfg.topology.get("listen") is None:
+        return {}
+    if loop.func is not off_policy.train:
+        raise ValueError(
+            f"topology=remote with algo={cfg.algo.name}: its rounds need every actor, and remote "
+            "ones may leave at any time; use topology=local, or an off-policy algorithm such as sac"
+        )
+    if cfg.topology.actors != "local":
+        raise ValueError(
+            f"topology=remote with topology.actors={cfg.topology.actors}: remote actors bring copies "
+            "of the policy; leave topology.actors=local"
+        )
+    parts = {name: OmegaConf.to_container(cfg[name], resolve=True) for name in ("env", "policy")}
+    return {"remote": listening(cfg.topology.listen, cfg.topology.secret_file, parts)}
+
+
 @hydra.main(version_base="1.3", config_path="../conf", config_name="train")
 def main(cfg: DictConfig) -> None:
     """Compose, check, train."""
@@ -187,6 +210,7 @@ def train(cfg: DictConfig, stop: StopSignals) -> None:
         passed = choose_check(cfg, loop)(run, **shared)
         ranks.stop()
         sys.exit(0 if passed else 1)
+    shared |= choose_listening(cfg, loop)
     with run.screen:
         loop(run, **shared)
     leave(run, stop)

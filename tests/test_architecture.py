@@ -13,7 +13,7 @@ FLOORS = (
     ("topology",),
     ("envs", "policies", "objectives", "storage", "serving"),
     ("actors", "learner", "checkpoint", "metrics", "replay", "data", "video", "progress"),
-    ("evaluate",),
+    ("evaluate", "remote"),
     ("loops", "report"),
     ("launch",),
 )

@@ -9,11 +9,16 @@ not do: decide when to collect or what to do with the data (loops), or keep the 
 from torchrl_vla.actors.behaviour import Behaviour
 from torchrl_vla.actors.board import ActorCounts
 from torchrl_vla.actors.copies import behaviour_copy, load_full_weights
-from torchrl_vla.actors.environment import actor_streams, make_actor_env, to_transitions
+from torchrl_vla.actors.environment import (
+    actor_streams,
+    check_finite,
+    make_actor_env,
+    to_transitions,
+)
 from torchrl_vla.actors.server import ServerSettings
 from torchrl_vla.actors.settings import ActorSettings, start_actors
 from torchrl_vla.actors.supervision import WorkerError
-from torchrl_vla.actors.worker import die_with_parent
+from torchrl_vla.actors.worker import die_with_parent, make_collector
 from torchrl_vla.actors.workers import Actors
 
 __all__ = [
@@ -25,9 +30,11 @@ __all__ = [
     "WorkerError",
     "actor_streams",
     "behaviour_copy",
+    "check_finite",
     "die_with_parent",
     "load_full_weights",
     "make_actor_env",
+    "make_collector",
     "start_actors",
     "to_transitions",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Protocol
 
 import torch
 from tensordict import TensorDict, TensorDictBase
@@ -11,6 +12,13 @@ from tensordict.nn import TensorDictModuleBase
 from torchrl_vla import schema
 from torchrl_vla.actors.memory import SharedMemory
 from torchrl_vla.actors.weights import Subscriber
+
+
+class WeightSource(Protocol):
+    """Where newer weights come from (:class:`~torchrl_vla.actors.weights.Subscriber`)."""
+
+    def take(self, destination: TensorDictBase) -> int | None:
+        """Copy the newest weights into ``destination``; ``None`` if it has them already."""
 
 
 class Behaviour(TensorDictModuleBase):
@@ -23,7 +31,9 @@ class Behaviour(TensorDictModuleBase):
         subscriber: where newer weights come from; ``None`` keeps the policy as it is.
     """
 
-    def __init__(self, policy: TensorDictModuleBase, subscriber: Subscriber | None = None) -> None:
+    def __init__(
+        self, policy: TensorDictModuleBase, subscriber: WeightSource | None = None
+    ) -> None:
         super().__init__()
         self.policy, self.subscriber = policy, subscriber
         self.version = 0

@@ -23,6 +23,7 @@ from tensordict.nn import TensorDictModuleBase
 from torchrl.collectors import Collector
 
 from torchrl_vla.actors.batches import RoundMemory
+from torchrl_vla.actors.behaviour import Behaviour
 from torchrl_vla.actors.board import Heartbeat, end_wait
 from torchrl_vla.actors.environment import check_finite, to_transitions
 from torchrl_vla.actors.memory import SharedMemory
@@ -98,19 +99,30 @@ def run_worker(job: Job, pipe: Connection) -> None:
             faulthandler.unregister(STACK_SIGNAL)
 
 
+def make_collector(env: ChunkedEnv, behaviour: Behaviour, steps_per_batch: int) -> Collector:
+    """Return a collector in this process that yields batches ``[N, T]`` for ever, one at a time.
+
+    Args:
+        env: of ``N`` simulators.
+        behaviour: chooses the actions.
+        steps_per_batch: ``T``.
+    """
+    return Collector(
+        env,
+        behaviour,
+        frames_per_batch=env.batch_size[0] * steps_per_batch,
+        total_frames=-1,
+        return_same_td=True,
+        auto_register_policy_transforms=False,
+    )
+
+
 def _serve(job: Job, pipe: Connection) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(job.seed)
     heartbeat = Heartbeat(job.board, job.worker)
     env = job.make_env(worker=job.worker, position=job.position, on_step=heartbeat)
-    collector = Collector(
-        env,
-        job.make_behaviour(),
-        frames_per_batch=env.batch_size[0] * job.steps_per_batch,
-        total_frames=-1,
-        return_same_td=True,
-        auto_register_policy_transforms=False,
-    )
+    collector = make_collector(env, job.make_behaviour(), job.steps_per_batch)
     batches, rounds = iter(collector), RoundMemory(job.rounds)
     pipe.send(("ready", None))
     while (slot := pipe.recv()) is not None:  # before the first order it starts up, not waits

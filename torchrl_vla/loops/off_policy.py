@@ -33,6 +33,7 @@ from torchrl_vla.loops.replay_folder import ReplayFolder, saved_replays
 from torchrl_vla.loops.run import Run, in_segments
 from torchrl_vla.metrics import (
     ACTOR_RESTARTS,
+    ACTORS_REMOTE,
     TRAIN_SUCCESS,
     WAIT_ACTORS,
     WAIT_LEARNER,
@@ -41,6 +42,7 @@ from torchrl_vla.metrics import (
 )
 from torchrl_vla.objectives.critics import ActorCritic
 from torchrl_vla.policies.deferred import without_weights
+from torchrl_vla.remote import Listening, RemoteActors, start_listening
 from torchrl_vla.replay import ReplayFeed, Sampling
 from torchrl_vla.schema import SuiteMeta
 from torchrl_vla.storage.buffer import JournalReplayBuffer
@@ -85,11 +87,12 @@ def train(
     gamma: float,
     resume: bool,
     dataset: Callable[[SuiteMeta], list[Episode]] | None = None,
+    remote: Listening | None = None,
 ) -> bool:
     """Train until the run's budget is spent; arguments as in ``loops/on_policy.py``.
 
     ``dataset`` reads recorded episodes for the demonstrations' part of the minibatches, instead of
-    the scripted expert's.
+    the scripted expert's. With ``remote`` no actor is started: others join there.
 
     Raises:
         ValueError: settings that contradict each other, as they say.
@@ -99,8 +102,13 @@ def train(
             f"topology.deterministic=true and actors.publish={actors.publish!r}: which weights "
             "chose an action would depend on who is faster; use actors.publish=blocking"
         )
-    if not run.deterministic:
+    if not run.deterministic and remote is None:
         pace.check(actors.num_workers, actors.envs_per_worker * actors.decisions_per_env)
+    if run.deterministic and remote is not None:
+        raise ValueError(
+            "topology.deterministic=true with remote actors: what they bring, and when, differs "
+            "from run to run; use topology=local"
+        )
     rank = run.topology.rank
     build = partial(make_policy, run.suite.meta)
     torch.manual_seed(seed)
@@ -131,9 +139,11 @@ def train(
         feed.absorb()  # these rows were counted before
         if loaded["rank_tensors"] is not None:
             feed.generator.set_state(loaded["rank_tensors"]["draws"])
-    workers = start_actors(
-        run.suite,
-        build,
+    server = ServerSettings.of(run.topology, evaluated)
+    start = partial(start_actors, run.suite, build, server=server)
+    if remote is not None:
+        start = partial(start_listening, remote, to_be_continued=lambda: run.interrupted)
+    workers = start(
         actors,
         chunk_size=run.chunk_size,
         gamma=gamma,
@@ -143,18 +153,22 @@ def train(
         positions=positions_of(loaded),
         attempt=learner.updates,
         replay=buffer,
-        server=ServerSettings.of(run.topology, evaluated),
     )
     publish = Publishing(policy, evaluated, workers)
     wait_for_data = collect_in_step if run.deterministic else drain
+    if remote is not None:
+        wait_for_data = partial(drain, give_up=run.would_stop)
     watch, means = Stopwatch(), Means()
     with workers:
         publish(run.counters["version"], 1.0 if loaded is None else 0.0)
         if not run.history:
             run.record(run.evaluate(evaluated, final=True))
         while True:
+            before = learner.updates
             for _ in range(pace.publish_updates):
-                wait_for_data(workers, feed, recent, pacer, watch, run.counters["version"])
+                ready = wait_for_data(workers, feed, recent, pacer, watch, run.counters["version"])
+                if remote is not None and run.topology.any_true(not ready):
+                    break  # the end, and a rank waits for actors that may never come
                 batch = feed.sample(learner.updates, run.counters["version"])
                 means.add(learner.update(batch))
                 pacer.updates += 1
@@ -164,10 +178,14 @@ def train(
             metrics |= feed.metrics(run.counters["version"])
             metrics[WAIT_LEARNER] = workers.idle_share()
             metrics[ACTOR_RESTARTS] = restarts_of(workers, run.topology)
+            if remote is not None:
+                present = run.topology.all_reduce_sum(torch.tensor(workers.present))
+                metrics[ACTORS_REMOTE] = float(present)
             over = run.finished()
             if run.evaluation_due(over):
                 metrics |= run.evaluate(evaluated, final=over)
-            run.record(metrics)
+            if learner.updates > before:
+                run.record(metrics)
             saves = over or run.save_due()
             if saves:
                 own = {
@@ -219,13 +237,14 @@ class Recent:
 
 
 def drain(
-    workers: Actors,
+    workers: Actors | RemoteActors,
     feed: ReplayFeed,
     recent: Recent,
     pacer: Pacer,
     watch: Stopwatch,
     version: int = 0,
-) -> None:
+    give_up: Callable[[], bool] = lambda: False,
+) -> bool:
     """Take in what actors committed; wait for them only if no update is allowed yet.
 
     Args:
@@ -235,6 +254,10 @@ def drain(
         pacer: whether an update, or a request, is due.
         watch: of the waits.
         version: newest published policy.
+        give_up: whether to wait no longer for data.
+
+    Returns:
+        Whether an update is allowed now; if not, it gave up.
     """
     while True:
         while pacer.may_request(workers.pending):
@@ -247,10 +270,12 @@ def drain(
             recent.add(rows)
         if pacer.may_update():
             if feed.can_draw(version):
-                return
+                return True
             if not workers.pending:  # nothing there that the sampling rule allows: collect on
                 workers.request()
         if rows is None:
+            if give_up():
+                return False
             with watch.wait(WAIT_ACTORS):
                 workers.receive()
 
@@ -262,7 +287,7 @@ def collect_in_step(
     pacer: Pacer,
     watch: Stopwatch,
     version: int = 0,
-) -> None:
+) -> bool:
     """Collect, and wait for it, until an update is allowed; arguments as for :func:`drain`.
 
     Nothing is under way when this returns, so that which policy made which decision does not depend
@@ -278,6 +303,7 @@ def collect_in_step(
         if rows is not None:
             pacer.decisions += len(rows)
             recent.add(rows)
+    return True
 
 
 def make_feed(

@@ -8,6 +8,7 @@ from torch import nn
 
 from torchrl_vla.actors import Actors, load_full_weights
 from torchrl_vla.policies.shard import full_weights
+from torchrl_vla.remote import RemoteActors
 
 
 @dataclass
@@ -22,7 +23,7 @@ class Publishing:
 
     policy: nn.Module
     evaluated: nn.Module
-    workers: Actors
+    workers: Actors | RemoteActors
     _first: bool = field(default=True, init=False)
 
     def __call__(self, version: int, share: float = 1.0) -> None:

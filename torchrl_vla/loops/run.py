@@ -123,10 +123,13 @@ class Run:
         """Seconds spent in the run, earlier attempts included."""
         return self._before + time.monotonic() - self.started
 
-    def finished(self) -> bool:
-        """Whether to stop now; collective, so that no rank waits for one that left."""
+    def would_stop(self) -> bool:
+        """Whether this rank by itself would stop now; :meth:`finished` is what all agree on."""
+        return self._spent() or self.stop_asked()
+
+    def _spent(self) -> bool:
         budget, counters = self.budget, self.counters
-        over = any(
+        return any(
             limit is not None and value >= limit
             for value, limit in (
                 (self.seconds / 60, budget.minutes),
@@ -134,8 +137,11 @@ class Run:
                 (counters["updates"], budget.updates),
             )
         )
+
+    def finished(self) -> bool:
+        """Whether to stop now; collective, so that no rank waits for one that left."""
         self.interrupted = self._agreed(self.stop_asked())
-        return self._agreed(over) or self.interrupted
+        return self._agreed(self._spent()) or self.interrupted
 
     def _agreed(self, flag: bool) -> bool:
         return self.topology.any_true(flag) if self.topology.world_size > 1 else flag

@@ -13,6 +13,7 @@ from torchrl_vla.metrics.log import METRICS_FILE, WRITERS, MetricLog, read_metri
 from torchrl_vla.metrics.measure import Means, Rate, Stopwatch, rss_gib
 from torchrl_vla.metrics.names import (
     ACTOR_RESTARTS,
+    ACTORS_REMOTE,
     ENV_STEPS,
     ENV_STEPS_RATE,
     EPISODES,
@@ -31,6 +32,7 @@ from torchrl_vla.metrics.names import (
 from torchrl_vla.metrics.reduction import reduce_metrics, wilson_interval
 
 __all__ = [
+    "ACTORS_REMOTE",
     "ACTOR_RESTARTS",
     "ENV_STEPS",
     "ENV_STEPS_RATE",

@@ -13,6 +13,7 @@ UPDATES_RATE = "rate/updates"
 WAIT_ACTORS = "wait/actors"
 WAIT_LEARNER = "wait/learner"
 ACTOR_RESTARTS = "actors/restarts"
+ACTORS_REMOTE = "actors/remote"
 RATIO_GAP = "ratio_gap"
 TARGET_KL_STOPS = "target_kl_stops"
 RSS = "memory/rss_gib"
@@ -29,6 +30,7 @@ NAMES: dict[str, str] = {
     WAIT_ACTORS: "share of wall time the learner waited for actors, 0..1",
     WAIT_LEARNER: "share of wall time the actors waited for the learner, 0..1",
     ACTOR_RESTARTS: "actor workers replaced since the run (or its last attempt) began",
+    ACTORS_REMOTE: "remote actors that are connected, all ranks",
     RSS: "resident memory of this rank and its children, GiB",
 }
 """Names that the display and the report read. Runs may log any others beside them."""
