@@ -1,9 +1,12 @@
 """TorchRL's buffer on the journal: samplers, n steps, and collectors' worker processes."""
 
 import multiprocessing
+import pickle
 from collections import Counter
+from multiprocessing import resource_tracker
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from envs.counter import CounterSuite, shown
@@ -56,6 +59,19 @@ def test_as_a_torchrl_script_uses_it(tmp_path):
     held = [again.sample() for _ in range(8)]
     for batch in held:
         assert_whole(batch)
+
+
+def test_no_semaphore_has_a_name(tmp_path, monkeypatch):
+    # A name stays in /dev/shm when the process and its resource tracker are killed together.
+    assert multiprocessing.get_start_method() == "spawn"  # with fork they have none
+    registered = []
+    monkeypatch.setattr(resource_tracker, "register", lambda *what: registered.append(what))
+    replay = JournalReplayBuffer(storage=make(tmp_path), batch_size=4, shared=True)
+    replay.for_lane(0).extend(rows([(8, 0), (8, 1)]))
+    again = pickle.loads(pickle.dumps(replay.storage))
+    assert_whole(again[:])
+    replay.sample()
+    assert registered == []
 
 
 def test_it_is_appended_to_and_nothing_else(tmp_path):
@@ -135,6 +151,14 @@ class TestPriorities:
         everywhere = torch.as_tensor(replay.sampler._sum_tree[torch.arange(storage.max_size)])
         assert sorted(everywhere.nonzero().flatten().tolist()) == sorted(storage.live().tolist())
 
+    def test_a_row_that_is_added_brings_its_own(self, tmp_path):
+        replay = self.buffer(make(tmp_path), alpha=1.0)
+        row = rows([(8, 0)])[0]
+        row["index"] = replay.add(row)
+        row["td_error"] = torch.tensor(3.0)
+        assert replay.update_tensordict_priority(row) == 1
+        assert float(replay.sampler._sum_tree[int(row["index"])]) == pytest.approx(3.0)
+
     def test_they_are_kept_with_the_rows(self, tmp_path):
         storage = make(tmp_path)
         replay = self.buffer(storage, alpha=1.0)
@@ -158,6 +182,26 @@ class TestPriorities:
         assert torch.equal(
             torch.from_numpy(storage.rings.priority[batch["index"].numpy()]), expected
         )
+
+    @pytest.mark.parametrize("overwritten", [4, 2, 0])
+    def test_a_priority_never_reaches_the_row_that_came_after(self, tmp_path, overwritten):
+        # Field case B25. Each row is an episode, which takes two places: 4 rows fill the 4 + 4.
+        storage = JournalStorage(tmp_path / "replay", 4, LAYOUT, spare=4)
+        replay = self.buffer(storage, alpha=1.0)
+        index = replay.extend(rows([(9 * e, 0) for e in range(4)]))
+        batch = replay.sample()
+        drawn = batch["index"].tolist()
+        old = batch[[drawn.index(i) for i in index.tolist()]]
+        old["td_error"] = torch.full((4,), 100.0)
+        for e in range(10, 10 + overwritten):
+            replay.extend(rows([(9 * e, 0)]))
+        assert storage.live().sort().values.tolist() == index.tolist()  # in the same places
+        assert replay.update_tensordict_priority(old) == 4 - overwritten
+        tree = torch.as_tensor(replay.sampler._sum_tree[index])
+        assert tree.tolist() == pytest.approx([1.0] * overwritten + [100.0] * (4 - overwritten))
+        kept = storage.rings.priority[index.numpy()]
+        assert np.isnan(kept[:overwritten]).all()
+        assert (kept[overwritten:] == 100.0).all()
 
     def test_a_missing_extension_is_explained(self, tmp_path, monkeypatch):
         monkeypatch.setattr(prioritized, "SumSegmentTreeFp32", None)
@@ -236,6 +280,34 @@ class TestLookAhead:
             assert int(row[STEPS]) == steps
             assert bool(row[schema.DONE]) == (last + 1 == length(episode))
             assert float(row["next", *schema.STATE][1]) == last + 1
+
+
+def test_windows_of_three_decisions_at_the_end_of_the_ring(tmp_path):
+    # Field case B26: 10 rows are left of three episodes of 4 decisions (length(e) == 4 where
+    # e % 9 == 3): the last 2 of the first, and 4 of each of the others.
+    first, second, third = 3, 12, 21
+    storage = JournalStorage(tmp_path / "replay", 10, LAYOUT, spare=5)
+    storage.append(rows([(second + 9 * 10, 0), (second + 9 * 10, 1)]))  # moves the ring's end
+    for pairs in ([(e, d) for d in range(4)] for e in (first, second, third)):
+        storage.append(rows(pairs))
+    assert pairs_of(storage[:]) == [(first, 2), (first, 3)] + [
+        (e, d) for e in (second, third) for d in range(4)
+    ]
+    drawn = storage.draw(1000, torch.Generator().manual_seed(0))
+    then, one = storage.following(drawn)
+    last, two = storage.following(then)
+    whole = one & two
+    windows = [storage[places[whole]] for places in (drawn, then, last)]
+    for part in windows:
+        assert_whole(part)
+    found = set(zip(*map(pairs_of, windows), strict=True))
+    legal = [[(e, d), (e, d + 1), (e, d + 2)] for e in (second, third) for d in (0, 1)]
+    assert found == {tuple(window) for window in legal}
+    # some window begins at the end of the ring and ends at its start
+    assert ((last < drawn) & whole).any()
+    # a look-ahead of three decisions is one window where there is one, and shorter elsewhere
+    ahead = look_ahead(storage, drawn, 3, gamma=1.0)
+    assert torch.equal(ahead[STEPS].squeeze(-1) == 6, whole)
 
 
 class Shake(TensorDictModuleBase):

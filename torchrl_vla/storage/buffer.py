@@ -10,6 +10,7 @@ import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase
 from tensordict.utils import NestedKey
@@ -26,7 +27,13 @@ STEPS = "steps_to_next_obs"
 
 
 class JournalWriter(Writer):
-    """Appends to the lane of the process it runs in."""
+    """Appends to the lane of the process it runs in.
+
+    It has generations as TorchRL knows them, so that a minibatch says under ``"index_generation"``
+    which rows it is made of, and not only which places.
+    """
+
+    tracks_generations = True
 
     @property
     def _write_count(self) -> int:
@@ -39,6 +46,10 @@ class JournalWriter(Writer):
     def extend(self, data: TensorDictBase) -> Tensor:
         """Append rows ``[M]``; returns their indices."""
         return self._storage.append(data)
+
+    def generations_of(self, index: int | Tensor) -> Tensor:
+        """Return the commit numbers of the rows at places ``index``; 0: it is being written."""
+        return torch.as_tensor(self._storage.rings.commit[np.asarray(index)])
 
     def _empty(self, empty_write_count: bool = True) -> None:
         raise NotImplementedError("a journal is not emptied; open a new folder")
@@ -90,6 +101,22 @@ class JournalReplayBuffer(TensorDictReplayBuffer):
             storage=JournalStorage.attached(storage.folder, storage.layout, lane), shared=True
         )
 
+    def update_tensordict_priority(self, data: TensorDictBase) -> int:
+        """Set the priorities of a sampled minibatch ``[M]``, as TorchRL's buffer does.
+
+        Returns:
+            How many rows got theirs. A row that was overwritten since the draw is passed over: the
+            row in its place keeps its own. Rows that were not drawn (TorchRL's ``add``) have no
+            ``"index_generation"``; then those are meant that are at ``"index"`` now.
+        """
+        if not isinstance(self._sampler, PrioritizedRows):
+            return 0
+        of = self._get_priority_vector if data.ndim else self._get_priority_item
+        index, commits = data["index"].flatten(), data.get("index_generation", None)
+        if commits is None:
+            commits = self._writer.generations_of(index)
+        return self._sampler.update_rows(index, commits.flatten(), torch.as_tensor(of(data)))
+
     def _sample(self, batch_size: int) -> tuple[Any, dict]:
         for _ in range(self._TRIES - 1):
             with contextlib.suppress(RowGoneError):  # a writer was faster: draw anew
@@ -139,15 +166,33 @@ class PrioritizedRows(PrioritizedSampler):
     def update_priority(
         self, index: Tensor, priority: Tensor, *, storage: JournalStorage | None = None
     ) -> None:
-        """Set priorities of rows ``[M]``; rows that have left meanwhile are passed over."""
-        self._catch_up()
+        """Set priorities of the rows that are at places ``[M]`` now; others are passed over."""
         index = torch.as_tensor(index, dtype=torch.int64).flatten()
-        priority = torch.as_tensor(priority, dtype=torch.float32).expand(len(index))
-        here = torch.as_tensor(self._sum_tree[index]) > 0
+        commits = torch.from_numpy(self._journal.rings.commit[index.numpy()])
+        self.update_rows(index, commits, torch.as_tensor(priority))
+
+    def update_rows(self, index: Tensor, commits: Tensor, priority: Tensor) -> int:
+        """Set the priorities of those rows that are still there.
+
+        Args:
+            index: places ``[M]``.
+            commits: commit numbers of the rows that were there ``[M]``.
+            priority: ``[M]``, or one for all.
+
+        Returns:
+            How many are there.
+        """
+        priority = priority.detach().float().expand(len(index))
+        self._catch_up()
+        here = self._journal.holds(index, commits) & (torch.as_tensor(self._sum_tree[index]) > 0)
         if here.any():
-            index, priority = index[here], priority[here]
+            index, commits, priority = index[here], commits[here], priority[here]
             super().update_priority(index, priority)
-            self._journal.rings.priority[index.numpy()] = priority.numpy()
+            kept = self._journal.rings.priority
+            kept[index.numpy()] = priority.numpy()
+            gone = ~self._journal.holds(index, commits)  # a writer was as fast as this
+            kept[index[gone].numpy()] = np.nan
+        return int(here.sum())
 
     def _catch_up(self) -> None:
         self._seen = self._journal.changes(self._seen)

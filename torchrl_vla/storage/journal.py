@@ -52,6 +52,9 @@ from torchrl_vla.storage.outputs import Outputs
 _START = {"committed": 0, "allocated": 0, "evicted": 0}
 """Where a lane stands before its first row."""
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
+_NO_SEMAPHORES = True
+"""TorchRL's storage then counts without process-shared values, whose semaphores would stay behind
+in /dev/shm when a run is killed as a whole. What processes share here are the files."""
 
 
 class JournalStorage(RowFinder, Storage):
@@ -97,7 +100,7 @@ class JournalStorage(RowFinder, Storage):
         self.folder, self.layout = Path(folder).absolute(), layout
         self.sizes = Sizes.of(capacity, lanes, spare)
         self.id = open_folder(self.folder, layout, self.sizes, existing)
-        super().__init__(self.sizes.places)
+        super().__init__(self.sizes.places, compilable=_NO_SEMAPHORES)
         self.capacity = capacity
         self.lost_rows = 0
         """Rows that the opening could not bring back (overwritten since the cursor, or damaged)."""
@@ -125,7 +128,7 @@ class JournalStorage(RowFinder, Storage):
         found = read_description(Path(folder))
         sizes = Sizes(*(int(found[name]) for name in ("lanes", "rows", "slots")))
         storage = cls.__new__(cls)
-        Storage.__init__(storage, sizes.places)
+        Storage.__init__(storage, sizes.places, compilable=_NO_SEMAPHORES)
         storage.folder, storage.layout, storage.sizes = Path(folder).absolute(), layout, sizes
         storage.capacity, storage.lost_rows = sizes.rows * sizes.lanes, 0
         storage._lane = lane
@@ -140,7 +143,8 @@ class JournalStorage(RowFinder, Storage):
 
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
-        for name in ("rings", "_outputs", "_writer"):
+        counters = ("_mutation_revision_value", "_last_cursor_index_value")
+        for name in ("rings", "_outputs", "_writer", *counters):
             state.pop(name, None)
         # Other processes attach to the files; which buffers use this object is not their business.
         state["_attached_entities_list"] = []
