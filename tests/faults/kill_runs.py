@@ -8,6 +8,7 @@ its folder is examined, and it is started again. Exit code 1 if anything was los
 """
 
 import argparse
+import contextlib
 import os
 import random
 import re
@@ -48,6 +49,7 @@ class Life:
         self.start_of_log = self.log.tell()
         words = [sys.executable, *launcher, PROGRAM, algorithm, folder, 10**9]
         self.pids: set[int] = set()
+        self.mapped: set[Path] = set()
         self.process = psutil.Popen(
             [*map(str, words)],
             stdout=self.log,
@@ -86,6 +88,8 @@ class Life:
         goal, deadline = self.updates() + rows * self.every, time.monotonic() + PATIENCE
         while self.updates() < goal:
             if self.process.poll() is not None or time.monotonic() > deadline:
+                if self.process.is_running():
+                    self.kill("tree")
                 raise RuntimeError(f"no progress beyond update {self.updates()}:\n{self.said()}")
             time.sleep(0.05)
 
@@ -108,6 +112,7 @@ class Life:
             return True
         tree = [self.process, *self.process.children(recursive=True)]
         self.pids = {process.pid for process in tree}
+        self.mapped = {path for process in tree for path in shared_files(process)}
         while kind == "save" and not self.saves_now() and self.process.poll() is None:
             time.sleep(0.0005)
         for victim in [random.choice(ranks)] if kind == "rank" else tree:
@@ -140,10 +145,26 @@ def examine(folder: Path, found: Counter) -> None:
         found["replay rows damaged"] += storage.lost_rows
 
 
-def leftovers(temporary: Path, pids: set[int]) -> int:
-    """Count what processes have left in shared memory (by their ids) and in their own TMPDIR."""
-    named = [p.name for p in Path("/dev/shm").iterdir()]
-    shared = [name for name in named if any(f"_{pid}_" in f"{name}_" for pid in pids)]
+def shared_files(process: psutil.Process) -> set[Path]:
+    """Return the files in /dev/shm that a process has mapped, named semaphores among them."""
+    found = set()
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # gone meanwhile
+        for line in Path(f"/proc/{process.pid}/maps").read_text().splitlines():
+            found.update(Path(word) for word in line.split() if word.startswith("/dev/shm/"))
+    return found
+
+
+def leftovers(temporary: Path, pids: set[int], mapped: set[Path]) -> int:
+    """Count what processes have left in shared memory and in their own TMPDIR.
+
+    Args:
+        temporary: their TMPDIR.
+        pids: their ids, which are part of names in shared memory.
+        mapped: what they had mapped from there.
+    """
+    named = Path("/dev/shm").iterdir()
+    shared = {path for path in named if any(f"_{pid}_" in f"{path.name}_" for pid in pids)}
+    shared |= {path for path in mapped if path.exists()}
     return len(shared) + len([p for p in temporary.iterdir() if p.name.startswith(LEFTOVERS)])
 
 
@@ -176,7 +197,7 @@ def main() -> int:
             if life.kill(kind):
                 continue
             found["orphans"] += life.orphans
-            found["leftovers"] += leftovers(temporary, life.pids)
+            found["leftovers"] += leftovers(temporary, life.pids, life.mapped)
             examine(folder, found)
             newest = max((folder / "checkpoints").glob("step-*"), default=None)
             if number + 1 < args.kills:

@@ -24,6 +24,8 @@ from torchrl_vla.metrics import read_metrics
 
 TRAIN = Path(__file__).parents[2] / "launch" / "train.py"
 LOOK_SECONDS = 2.0
+# Two workers collect 256 decisions at a time.
+SAC = ("algo=sac", "algo.actors.num_workers=2", "algo.pace.slack_decisions=256")
 
 
 @dataclass
@@ -105,7 +107,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--minutes", type=float, default=60.0)
     parser.add_argument("--every", type=float, default=20.0, help="seconds between two kills")
-    parser.add_argument("overrides", nargs="*", default=["algo=sac", "algo.actors.num_workers=2"])
+    parser.add_argument("overrides", nargs="*", default=SAC)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="soak-") as root:
         seen = soak(arguments, Path(root) / "run")
