@@ -3,13 +3,14 @@
     python small_run.py ALGORITHM FOLDER UPDATES [FAULT ROW RANK]
 
 It resumes what is in FOLDER. When row ROW of the metrics has been written for the first time, rank
-RANK does FAULT to itself: ``kill`` (SIGKILL), ``stop`` (SIGUSR1) or ``worker`` (SIGKILL to one of
-its actors). Every rank writes ``rank-R.json`` at the end.
+RANK does FAULT to itself: ``kill`` (SIGKILL), ``stop`` (SIGUSR1), ``worker`` (SIGKILL to one of
+its actors) or ``remove`` (its folder). Every rank writes ``rank-R.json`` at the end.
 """
 
 import contextlib
 import json
 import os
+import shutil
 import signal
 import sys
 from functools import partial
@@ -56,6 +57,8 @@ def do_fault(run: Run, fault: str, update: int) -> None:
         myself = psutil.Process()
         if fault == "worker":
             actors_of(myself)[-1].kill()
+        elif fault == "remove":
+            shutil.rmtree(run.folder)
         else:
             myself.send_signal({"kill": signal.SIGKILL, "stop": signal.SIGUSR1}[fault])
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -72,6 +73,14 @@ def test_a_run_goes_on_without_its_killed_actor(tmp_path: Path, algorithm: str):
     if algorithm == "ppo":  # all of a round is of the newest version, whoever collected it
         assert all(row["policy_lag_max"] == 0 for row in rows[1:])
         assert [row["decisions"] for row in rows] == [24 * k for k in range(7)]
+
+
+def test_a_run_whose_folder_is_removed_ends_with_an_error_that_names_it(tmp_path: Path):
+    # Field case B28: the replay's memory is mapped from files that are gone.
+    folder = tmp_path / "run"
+    done = run("sac", folder, 100 * EVERY["sac"], "remove", 3, 0)
+    assert done.returncode == 1, done.stderr[-3000:]  # not -7, SIGBUS
+    assert re.search(rf"FileNotFoundError: .*{folder}", done.stderr), done.stderr[-3000:]
 
 
 def test_one_rank_is_asked_to_stop_and_all_do(tmp_path: Path):
