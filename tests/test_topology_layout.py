@@ -87,6 +87,7 @@ def test_a_server_without_a_gpu_of_its_own_shares_its_ranks():
         (2, {"actor_gpus": -1, "actors": "server"}, "actor_gpus is -1"),
         (2, {"actor_gpus": 3, "actors": "server"}, "1 GPUs would stay idle; use at most 2"),
         (6, {"actor_gpus": 4, "actors": "server"}, "need 10 GPUs per node.*start 4 ranks"),
+        (2, {"server_groups": 0, "actors": "server"}, "server_groups is 0; it must be at least 1"),
     ],
 )
 def test_impossible_splits_say_what_would_do(world: int, options: dict, message: str):
