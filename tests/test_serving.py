@@ -124,12 +124,11 @@ def ask_alone(policy) -> None:
     policy(observations(1.0))
 
 
-@pytest.mark.timeout(240)
 def test_a_client_that_is_killed_while_it_waits_stops_nobody_else(tmp_path: Path):
     request, response = examples(Doubling(), observations(0.0))
     make = partial(Gated, tmp_path)
     with PolicyServer(make, request, response, clients=2, window=0.01) as server:
-        doomed = multiprocessing.get_context("spawn").Process(
+        doomed = multiprocessing.get_context("fork").Process(
             target=ask_alone, args=(server.policy(0),)
         )
         doomed.start()
