@@ -53,23 +53,18 @@ def test_an_actor_joins_before_the_learner_and_another_one_late(job: Job):
 
 
 def test_a_killed_actor_costs_its_batch_and_nobody_waits_for_it(job: Job):
-    job.listen(timeout=1.0)
+    job.listen()
     victim = job.actor("victim")
     job.collect(3)
     job.remote.request()
     victim.kill()
     eventually(lambda: job.remote.present == 0)
     assert job.remote.restarts == 1
+    assert job.remote.pending == 1, "its request waits for somebody else"
     job.actor("other")
     job.collect(5)
+    assert [place["number"] for place in job.board()["present"]] == [1]
     check_once(job.rows())
-    before = job.replay.storage.cursor()["lanes"]
-    job.actor("third")  # takes the place of the victim or the free one; both are used in the end
-    eventually(lambda: job.remote.present == 2)
-    job.collect(12)
-    check_once(job.rows())
-    after = job.replay.storage.cursor()["lanes"]
-    assert all(a["committed"] > b["committed"] for a, b in zip(after, before, strict=True))
 
 
 def test_a_cut_connection_neither_loses_nor_repeats_a_batch(job: Job):

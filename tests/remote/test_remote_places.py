@@ -1,0 +1,69 @@
+"""Places and credits without a network: who may have which, and what comes back."""
+
+from pathlib import Path
+
+import pytest
+from steer import LAYOUT
+
+from torchrl_vla.remote.places import Places
+from torchrl_vla.remote.wire import Channel
+from torchrl_vla.replay import make_replay
+
+HERE = Channel.__new__(Channel)  # a connection that nobody uses
+
+
+@pytest.fixture
+def places(tmp_path: Path) -> Places:
+    replay = make_replay(tmp_path / "replay", 100, LAYOUT, lanes=2)
+    return Places([7, 8], [0, 40], replay, patience=1000.0)
+
+
+def join(places: Places, actor: str, before: int | None = None):
+    place, own = places.join(actor, actor, "somewhere", before)
+    if place is not None:
+        place.channel = HERE
+    return place, own
+
+
+def test_an_absent_actor_keeps_its_place_for_a_while(places: Places):
+    (a, own), (b, _) = join(places, "a"), join(places, "b")
+    assert (a.stream, b.stream, own) == (7, 8, False)
+    places.leave(a, for_good=False)
+    assert join(places, "c") == (None, False)
+    assert join(places, "a") == (a, True)
+    places.leave(a, for_good=False)
+    places.patience = 0.0
+    a.committed = 5
+    assert join(places, "c") == (a, False)
+    assert (a.committed, a.users) == (0, 2)
+    places.leave(b, for_good=True)
+    places.patience = 1000.0
+    assert join(places, "a") == (b, False)
+    assert places.lost == 2
+
+
+def test_an_actor_gets_the_place_it_had_with_an_earlier_learner(places: Places):
+    assert join(places, "a", before=1)[0].number == 1
+    assert join(places, "b", before=1)[0].number == 0
+
+
+def test_requests_go_to_whoever_has_nothing_to_do(places: Places):
+    a, b = join(places, "a")[0], join(places, "b")[0]
+    places.wanted = 2
+    assert [places.grant(a), places.grant(a), places.grant(b)] == [1, 0, 1]
+    places.wanted = 3
+    assert [places.grant(a), places.grant(a), places.grant(b), places.grant(b)] == [1, 0, 1, 0]
+    assert (places.wanted, places.pending) == (1, 5)
+
+
+def test_what_an_actor_owes_comes_back_when_it_leaves_and_returns_with_it(places: Places):
+    a = join(places, "a")[0]
+    places.wanted = 2
+    assert places.grant(a) + places.grant(a) == 2
+    places.leave(a, for_good=False)
+    assert (places.wanted, places.pending) == (2, 2)
+    join(places, "a")
+    places.bring_back(a, 1)
+    assert (places.wanted, a.owed, places.pending) == (1, 1, 2)
+    places.arrived(a)
+    assert (places.done, a.owed, places.pending) == (1, 0, 2)
