@@ -168,8 +168,8 @@ def choose_listening(cfg: DictConfig, loop: partial[None]) -> dict[str, Listenin
         )
     if cfg.topology.actors != "local":
         raise ValueError(
-            f"topology=remote with topology.actors={cfg.topology.actors}: remote actors bring copies "
-            "of the policy; leave topology.actors=local"
+            f"topology=remote with topology.actors={cfg.topology.actors}: remote actors bring "
+            "copies of the policy; leave topology.actors=local"
         )
     parts = {name: OmegaConf.to_container(cfg[name], resolve=True) for name in ("env", "policy")}
     return {"remote": listening(cfg.topology.listen, cfg.topology.secret_file, parts)}
