@@ -1,14 +1,15 @@
 """Forks actor processes from one that has imported everything, but has no thread and no socket.
 
-A fork of the test process itself would inherit the learner's listening socket and keep its port.
+A fork of the test process itself would inherit the learner's listening socket and keep its port,
+and locks that a thread of an earlier test held.
 """
 
 import json
+import multiprocessing
 import os
 import signal
 import traceback
 from collections.abc import Callable
-from multiprocessing import Pipe
 from pathlib import Path
 
 import psutil
@@ -17,14 +18,13 @@ from steer import wait_until_gone
 
 
 class Nursery:
-    """The process that forks; make it before the first thread."""
+    """The process that forks: spawned, so that it has nothing of this one."""
 
     def __init__(self) -> None:
-        self._pipe, theirs = Pipe()
-        self.pid = os.fork()
-        if self.pid == 0:
-            self._pipe.close()
-            _fork_on_demand(theirs)
+        spawn = multiprocessing.get_context("spawn")
+        self._pipe, theirs = spawn.Pipe()
+        self._process = spawn.Process(target=_fork_on_demand, args=(theirs,), daemon=False)
+        self._process.start()
         theirs.close()
 
     def actor(self, address, secret: bytes, name: str, report: Path) -> "Born":
@@ -38,7 +38,7 @@ class Nursery:
 
     def close(self) -> None:
         self._pipe.close()
-        os.waitpid(self.pid, 0)
+        self._process.join()
 
 
 class Born:

@@ -20,6 +20,8 @@ from torchrl_vla.remote import Listening
 from torchrl_vla.storage.journal import JournalStorage
 from torchrl_vla.storage.layout import transition_layout
 
+pytestmark = pytest.mark.slow  # several processes and restarts each
+
 SECRET = b"s" * 40
 
 

@@ -7,6 +7,8 @@ from launching import launch
 
 from torchrl_vla.metrics import read_metrics
 
+pytestmark = pytest.mark.slow  # whole programs with a server each
+
 SMALL = (
     "topology.device=cpu",
     "topology.actors=server",

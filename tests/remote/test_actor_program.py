@@ -10,6 +10,8 @@ from omegaconf import OmegaConf
 
 from torchrl_vla.loops import off_policy, on_policy
 
+pytestmark = pytest.mark.slow  # whole programs
+
 ROOT = Path(__file__).parents[2]
 
 

@@ -11,6 +11,8 @@ from steer import weights
 
 from torchrl_vla import schema
 
+pytestmark = pytest.mark.slow  # several processes each
+
 
 @pytest.fixture(scope="module")
 def nursery():

@@ -10,6 +10,8 @@ import remote_actor
 from remote_job import SECRET, Job, check_once
 from remote_nursery import Nursery
 
+pytestmark = pytest.mark.slow  # several processes each
+
 LEARNER, ACTOR = "10.213.77.1", "10.213.77.2"
 CLONE_NEWNET = 0x40000000
 
