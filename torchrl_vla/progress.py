@@ -35,6 +35,7 @@ SHOWN = (
     "wait/learner",
     "memory/rss_gib",
     "actors/restarts",
+    "actors/remote",
 )
 """Metric names the display reads, beside ``update``. Others are ignored."""
 
@@ -161,6 +162,8 @@ class ProgressDisplay:
             ("waiting for", waits),
             ("memory", f"{_number(get('memory/rss_gib', nan))} GiB"),
         ]
+        if "actors/remote" in self._values:
+            cells.append(("remote actors", _number(get("actors/remote", nan))))
         if restarts := get("actors/restarts", 0):
             cells.append(("actors replaced", _number(restarts)))
         return cells
