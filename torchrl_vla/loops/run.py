@@ -107,6 +107,7 @@ class Run:
             self.folder / "checkpoints", self.saves.keep_last, self.saves.keep_best
         )
         self._simulators = None
+        self._environment: dict[str, Any] | None = None
         self._looked = self._saved = (0.0, 0)  # seconds and updates when that was done last
         self._before = 0.0
         self.interrupted = False
@@ -227,7 +228,7 @@ class Run:
         self._looked = self._now()
         table = self._append(results)
         if self.topology.is_main:
-            report = self._report(results, policy) | described({"evaluated": policy})
+            report = self._report(table, results, policy) | described({"evaluated": policy})
             with self.checkpoints.naming_a_full_disk("eval.json"):
                 write_json(self.folder / "eval.json", report)
         low, high = table["interval"]
@@ -245,12 +246,16 @@ class Run:
         self.history.append(entry)
         return table
 
-    def _report(self, results: list[EpisodeResult], policy: nn.Module) -> dict[str, Any]:
-        return summarise(results, self.suite.meta) | {
+    def _report(
+        self, table: dict[str, Any], results: list[EpisodeResult], policy: nn.Module
+    ) -> dict[str, Any]:
+        if self._environment is None:  # hashes the suite's assets, which do not change in a run
+            self._environment = describe_environment(self.suite, policy)
+        return table | {
             "algorithm": self.algorithm,
             "settings": dict(self.settings),
             "versions": fingerprint(),
-            "environment": describe_environment(self.suite, policy),
+            "environment": self._environment,
             "list": list_of(results, self.suite.meta),
             "history": self.history,
             "results": as_rows(results),
