@@ -1,5 +1,8 @@
 """A policy whose actions say who chose them, actors that run it, and what must be gone then."""
 
+import os
+import subprocess
+import sys
 import time
 from contextlib import contextmanager
 from pathlib import Path
@@ -99,3 +102,23 @@ def is_zombie(pid: int) -> bool:
         return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return True
+
+
+def start_driver(program: str, folder: Path) -> tuple[subprocess.Popen, Path]:
+    """Start ``program folder`` with a folder of its own for temporary files; return both."""
+    temporary = folder / "tmp"
+    temporary.mkdir()
+    driver = subprocess.Popen(
+        [sys.executable, program, str(folder)],
+        env=os.environ | {"OMP_NUM_THREADS": "1", "TMPDIR": str(temporary)},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    return driver, temporary
+
+
+def check_no_leftovers(temporary: Path, pids: set[int]) -> None:
+    """Check that processes that are gone left no file in ``temporary`` or in shared memory."""
+    assert not list(temporary.iterdir())
+    shared = [p.name for p in Path("/dev/shm").iterdir()]
+    assert not [name for name in shared if any(str(pid) in name for pid in pids)]

@@ -5,7 +5,6 @@ Run as a program (``__main__`` below), this file is the driver process that gets
 
 import os
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
@@ -13,7 +12,15 @@ import psutil
 import pytest
 import torch
 from envs.counter import CounterSuite
-from steer import LAYOUT, nothing_left, start, wait_until_gone, weights
+from steer import (
+    LAYOUT,
+    check_no_leftovers,
+    nothing_left,
+    start,
+    start_driver,
+    wait_until_gone,
+    weights,
+)
 
 from torchrl_vla import schema
 from torchrl_vla.actors import Actors
@@ -116,14 +123,7 @@ def driver_main(folder: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_server_and_workers_die_with_their_driver(tmp_path: Path, number: signal.Signals):
-    temporary = tmp_path / "tmp"
-    temporary.mkdir()
-    driver = subprocess.Popen(
-        [sys.executable, __file__, str(tmp_path)],
-        env=os.environ | {"OMP_NUM_THREADS": "1", "TMPDIR": str(temporary)},
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+    driver, temporary = start_driver(__file__, tmp_path)
     try:
         line = next(line for line in driver.stdout if line.startswith("ready"))
         pids = {int(pid) for pid in line.split()[1:]}
@@ -136,9 +136,7 @@ def test_server_and_workers_die_with_their_driver(tmp_path: Path, number: signal
         driver.send_signal(number)
         driver.wait()
     assert not wait_until_gone(pids)
-    assert not list(temporary.iterdir())
-    shared = [p.name for p in Path("/dev/shm").iterdir()]
-    assert not [name for name in shared if any(str(pid) in name for pid in {*pids, driver.pid})]
+    check_no_leftovers(temporary, {*pids, driver.pid})
 
 
 if __name__ == "__main__":

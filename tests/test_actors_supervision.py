@@ -7,7 +7,6 @@ import dataclasses
 import math
 import os
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -16,7 +15,16 @@ import psutil
 import pytest
 import torch
 from envs.counter import META, Counters, CounterSuite
-from steer import LAYOUT, Steer, nothing_left, start, wait_until_gone, weights
+from steer import (
+    LAYOUT,
+    Steer,
+    check_no_leftovers,
+    nothing_left,
+    start,
+    start_driver,
+    wait_until_gone,
+    weights,
+)
 
 from torchrl_vla import schema
 from torchrl_vla.actors import Actors, WorkerError
@@ -239,14 +247,7 @@ def driver_main(folder: Path) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_workers_die_with_their_driver_and_leave_nothing(tmp_path: Path, number):
-    temporary = tmp_path / "tmp"
-    temporary.mkdir()
-    driver = subprocess.Popen(
-        [sys.executable, __file__, str(tmp_path)],
-        env=os.environ | {"OMP_NUM_THREADS": "1", "TMPDIR": str(temporary)},
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+    driver, temporary = start_driver(__file__, tmp_path)
     try:
         assert any(line == "ready\n" for line in driver.stdout)
         pids = {int(pid) for pid in (tmp_path / "pids").read_text().split()}
@@ -262,9 +263,7 @@ def test_workers_die_with_their_driver_and_leave_nothing(tmp_path: Path, number)
     for pid in survivors:
         os.kill(pid, signal.SIGKILL)
     assert not survivors
-    assert not list(temporary.iterdir())
-    shared = [p.name for p in Path("/dev/shm").iterdir()]
-    assert not [name for name in shared if any(str(pid) in name for pid in {*pids, driver.pid})]
+    check_no_leftovers(temporary, {*pids, driver.pid})
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from disks import small_file_system
 from torch import nn
 
 from torchrl_vla import topology as topo
@@ -145,13 +146,8 @@ def test_two_ranks(tmp_path: Path):
 @pytest.fixture
 def small_disk(tmp_path: Path):
     """A real file system of 4 MB."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(folder)]
-    if subprocess.run(command, capture_output=True).returncode:
-        pytest.skip("mounting a small file system needs root")
-    yield folder
-    subprocess.run(["umount", str(folder)], check=True)
+    with small_file_system(tmp_path / "disk", 4 * 2**20) as folder:
+        yield folder
 
 
 def large(numbers: int) -> dict:

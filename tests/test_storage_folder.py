@@ -5,12 +5,12 @@ import json
 import os
 import pickle
 import shutil
-import subprocess
 import tempfile
 from pathlib import Path
 
 import pytest
 import torch
+from disks import small_file_system
 from faults.storage_rows import LAYOUT, META, assert_whole, rows
 from tensordict import TensorDict
 
@@ -105,13 +105,8 @@ def test_a_replay_that_does_not_fit_is_refused_before_it_is_made(tmp_path):
 @pytest.fixture
 def small_disk(tmp_path):
     """A real file system of 4 MB."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(folder)]
-    if subprocess.run(command, capture_output=True).returncode:
-        pytest.skip("mounting a small file system needs root")
-    yield folder
-    subprocess.run(["umount", str(folder)], check=True)
+    with small_file_system(tmp_path / "disk", 4 * 2**20) as folder:
+        yield folder
 
 
 def test_a_small_disk(small_disk, monkeypatch):

@@ -2,11 +2,11 @@
 
 import errno
 import re
-import subprocess
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from disks import small_file_system
 from small import SUITE, make_run
 from test_off_policy_loop import small_settings
 
@@ -21,13 +21,8 @@ WANTED = 128 * 2**20
 @pytest.fixture
 def small_disk(tmp_path: Path):
     """A real file system of 64 MB (field case B28)."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", f"size={DISK}", "tmpfs", str(folder)]
-    if subprocess.run(command, capture_output=True).returncode:
-        pytest.skip("mounting a small file system needs root")
-    yield folder
-    subprocess.run(["umount", "--lazy", str(folder)], check=True)
+    with small_file_system(tmp_path / "disk", DISK) as folder:
+        yield folder
 
 
 @pytest.fixture
