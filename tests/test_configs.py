@@ -1,6 +1,5 @@
 """Configurations compose, fit the code they name, and are refused before any process starts."""
 
-import importlib.util
 import inspect
 import multiprocessing.process
 import signal
@@ -9,34 +8,19 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from hydra import compose, initialize_config_dir
 from hydra.errors import HydraException
 from hydra.utils import get_object, instantiate
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
+from programs import ON_POLICY, ROOT, composed, program
 
 from torchrl_vla.loops.run import Budget, EvaluationPlan
 
-ROOT = Path(__file__).parent.parent
 CONF = ROOT / "conf"
 FILES = sorted(CONF.rglob("*.yaml"))
 ALGORITHMS = sorted(path.stem for path in (CONF / "algo").glob("*.yaml"))
-ON_POLICY = ("ppo", "ppo_async", "grpo", "rloo", "reinforce_pp", "ppo_gaussian")
 
 
-def load_program(name: str):
-    """Import ``launch/NAME.py``, which is a program and in no package."""
-    spec = importlib.util.spec_from_file_location(f"launch_{name}", ROOT / "launch" / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-train = load_program("train")
-
-
-def composed(*overrides: str, name: str = "train") -> DictConfig:
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        return compose(name, list(overrides))
+train = program("train")
 
 
 def targets(node, where: str = "") -> list[tuple[str, str]]:

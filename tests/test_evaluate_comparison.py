@@ -1,24 +1,14 @@
 """Paired comparison of two evaluations: McNemar by hand, the pairs, and lists that do not match."""
 
-import importlib.util
 import json
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from envs.counter import META
+from programs import program
 
 from torchrl_vla.evaluate import EpisodeResult, as_rows, compare, list_of
 from torchrl_vla.evaluate.comparison import mcnemar_exact, paired_interval
-
-ROOT = Path(__file__).parents[1]
-
-
-def load_program():
-    spec = importlib.util.spec_from_file_location("launch_compare", ROOT / "launch" / "compare.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def report(solved: str, *, meta=META, first=100, seed=0, **more):
@@ -115,11 +105,11 @@ def test_an_edited_file_is_refused():
 
 
 def test_the_program_prints_the_test_and_the_pairs(tmp_path, capsys):
-    program = load_program()
+    comparison = program("compare")
     files = [tmp_path / "a.json", tmp_path / "b.json"]
     for path, solved in zip(files, ("xx....", "xxxxx."), strict=True):
         path.write_text(json.dumps(report(solved)))
-    program.main([str(path) for path in files])
+    comparison.main([str(path) for path in files])
     shown = capsys.readouterr().out
     assert "33.3 %" in shown
     assert "83.3 %" in shown
@@ -127,4 +117,4 @@ def test_the_program_prints_the_test_and_the_pairs(tmp_path, capsys):
     assert all(str(case) in shown for case in (102, 103, 104))
     files[1].write_text(json.dumps(report("xx")))
     with pytest.raises(SystemExit, match=r"b\.json: the files are about different evaluation"):
-        program.main([str(path) for path in files])
+        comparison.main([str(path) for path in files])

@@ -1,40 +1,26 @@
 """``launch/evaluate.py`` on a run's folder: the report, the best checkpoint, and watching a run."""
 
-import importlib.util
 import json
 from pathlib import Path
 
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
+from programs import composed, program
 
 from torchrl_vla import topology
 from torchrl_vla.checkpoint import Checkpointer
 
-ROOT = Path(__file__).parents[1]
 HISTORY = [{"episodes": 3, "success_rate": 0.3}, {"episodes": 2, "success_rate": 0.5}]
 
 
-def load_program():
-    spec = importlib.util.spec_from_file_location("launch_evaluate", ROOT / "launch/evaluate.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-program = load_program()
-
-
-def composed(*overrides: str, name: str = "evaluate"):
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        return compose(name, list(overrides))
+evaluation = program("evaluate")
 
 
 def evaluate(folder: Path, *overrides: str) -> None:
-    program.main.__wrapped__(
-        composed(f"checkpoint={folder}", "episodes=2", "num_envs=1", *overrides)
+    evaluation.main.__wrapped__(
+        composed(f"checkpoint={folder}", "episodes=2", "num_envs=1", *overrides, name="evaluate")
     )
 
 
@@ -51,7 +37,7 @@ def save(folder: Path, step: int, score: float) -> None:
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     """A run's folder with two checkpoints, of which the first is the best."""
-    cfg = composed("algo=ppo", name="train")
+    cfg = composed("algo=ppo")
     OmegaConf.save(cfg, tmp_path / "config.yaml", resolve=True)
     save(tmp_path, 1, 0.5)
     save(tmp_path, 2, 0.3)
@@ -103,7 +89,7 @@ def test_sampled_decodes_by_seed(run: Path, tmp_path: Path):
 
 
 def test_watching_evaluates_each_checkpoint_once(run: Path, monkeypatch):
-    evaluations = run / program.FOLDER
+    evaluations = run / evaluation.FOLDER
     save(run, 3, 0.1)
     third = (run / "checkpoints" / "step-000000003").rename(run / "third")
     found = []
@@ -116,7 +102,7 @@ def test_watching_evaluates_each_checkpoint_once(run: Path, monkeypatch):
         if third.exists():
             third.rename(run / "checkpoints" / "step-000000003")
 
-    monkeypatch.setattr(program.time, "sleep", wait)
+    monkeypatch.setattr(evaluation.time, "sleep", wait)
     settings = ("watch=true", "watch_seconds=30", "watch_minutes=1", "episodes=1")
     evaluate(run, *settings)
     assert found == [["step-000000002"]] + [["step-000000002", "step-000000003"]] * 2

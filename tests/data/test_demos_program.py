@@ -1,14 +1,13 @@
 """``launch/demos.py`` from the command line's values to a data set on disk."""
 
-import importlib.util
 from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
+from programs import ROOT, composed, program
 
 from torchrl_vla import topology
 from torchrl_vla.checkpoint import Checkpointer
@@ -16,26 +15,11 @@ from torchrl_vla.data.lerobot import LeRobotDataset
 from torchrl_vla.loops.run import Budget, EvaluationPlan, Run
 from torchrl_vla.metrics import read_metrics
 
-ROOT = Path(__file__).parents[2]
-
-
-def load_program():
-    spec = importlib.util.spec_from_file_location("launch_demos", ROOT / "launch" / "demos.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-demos = load_program()
-
-
-def composed(*overrides: str, name: str = "demos"):
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        return compose(name, list(overrides))
+demos = program("demos")
 
 
 def run(*overrides: str) -> None:
-    demos.main.__wrapped__(composed(*overrides))
+    demos.main.__wrapped__(composed(*overrides, name="demos"))
 
 
 def test_the_experts_successes_are_written_and_read_back(tmp_path: Path, capsys):
@@ -53,7 +37,7 @@ def test_the_experts_successes_are_written_and_read_back(tmp_path: Path, capsys)
     assert differ == [False, True, False]
     cfg = OmegaConf.load(ROOT / "conf/dataset/own.yaml")
     cfg.folder = str(out)
-    suite = instantiate(composed(f"out={out}").env)
+    suite = instantiate(composed(f"out={out}", name="demos").env)
     episodes = instantiate(cfg)(suite.meta)
     assert [e.init_state_id - suite.splits["demo"].start for e in episodes] == [0, 1, 2]
 
@@ -66,7 +50,6 @@ def cloning(folder: Path, out: Path, **changes: object):
         "+dataset@algo.dataset=own",
         f"algo.dataset.folder={out}",
         *(f"algo.{key}={value}" for key, value in {**small, **changes}.items()),
-        name="train",
     )
     ranks = topology.start("cpu")
     suite = instantiate(cfg.env)
@@ -95,7 +78,7 @@ def test_cloning_reads_a_data_set_instead_of_the_expert(tmp_path: Path):
 
 def make_run(folder: Path, weights: str) -> Path:
     """Leave a run's folder with a policy of the given weights in it."""
-    cfg = composed("algo=bc", f"policy.weights={weights}", name="train")
+    cfg = composed("algo=bc", f"policy.weights={weights}")
     folder.mkdir()
     OmegaConf.save(cfg, folder / "config.yaml", resolve=True)
     suite = instantiate(cfg.env)
@@ -114,7 +97,7 @@ def test_a_policys_successes_are_written(tmp_path: Path, capsys):
     dataset = LeRobotDataset(tmp_path / "set")
     assert len(dataset) == 2
     actions = dataset.read(0, ["action"]).columns["action"]
-    suite = instantiate(composed("out=x").env)
+    suite = instantiate(composed("out=x", name="demos").env)
     expert = suite.simulators(1)
     expert.reset(0, int(dataset.read(0, ["init_state_id"]).columns["init_state_id"][0]))
     assert not (actions[0] == expert.expert_action(0)).all()  # it was the policy that acted
@@ -131,7 +114,7 @@ def test_a_policy_without_success_leaves_nothing(tmp_path: Path):
 
 
 def test_the_first_successes_are_taken():
-    meta = instantiate(composed("out=x").env).meta
+    meta = instantiate(composed("out=x", name="demos").env).meta
     counts: Counter[str] = Counter()
     won = type("Won", (), {"task_id": 0})()
     tried = iter([None, won, None, won, won])

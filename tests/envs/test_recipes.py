@@ -10,13 +10,12 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from hydra import compose, initialize_config_dir
 from hydra.utils import instantiate
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
+from programs import ROOT, composed
 
 from torchrl_vla.metrics import read_metrics
 
-ROOT = Path(__file__).parents[2]
 RECIPES = sorted(path.stem for path in (ROOT / "conf" / "experiment").glob("*.yaml"))
 COMMON = (
     "logger.display=false",
@@ -37,11 +36,6 @@ ON_POLICY = (
     "algo.updates.minibatch_size=4",
     "algo.updates.micro_batch_size=2",
 )
-
-
-def composed(*overrides: str) -> DictConfig:
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        return compose("train", list(overrides))
 
 
 def train(folder: Path, *overrides: str, ranks: int = 1) -> None:

@@ -5,7 +5,8 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from launching import ON_POLICY, launch
+from launching import launch
+from programs import ON_POLICY
 from small import GRPO, POLICY, PPO, arguments, make_run
 from torch import nn
 

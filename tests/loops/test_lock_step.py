@@ -14,8 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from hydra import compose, initialize_config_dir
-from launching import ROOT
+from programs import composed
 from safetensors.torch import load_file
 from small import PPO, SUITE, arguments, make_run
 from test_off_policy_loop import small_settings
@@ -132,9 +131,7 @@ def test_a_clock_decides_nothing(tmp_path: Path):
 
 @pytest.mark.parametrize("algorithm", ["sac", "ppo"])
 def test_the_experiment_fits_every_algorithm(algorithm: str):
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        given = [f"algo={algorithm}", "experiment=lock_step", "budget.updates=100"]
-        cfg = compose("train", given)
+    cfg = composed(f"algo={algorithm}", "experiment=lock_step", "budget.updates=100")
     assert cfg.topology.deterministic
     chosen = (
         Budget(**cfg.budget),

@@ -4,7 +4,8 @@ import math
 from pathlib import Path
 
 import pytest
-from launching import ON_POLICY, launch
+from launching import launch
+from programs import ON_POLICY
 
 from torchrl_vla.metrics import read_metrics
 

@@ -10,7 +10,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from launching import ROOT, launch
+from launching import launch
+from programs import ROOT
 
 from torchrl_vla.metrics import read_metrics
 

@@ -1,13 +1,12 @@
 """Which attention mode a checkpoint was trained with: the comparison and its command."""
 
-import importlib.util
 import json
 from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
+from programs import composed, program
 from tensordict import TensorDict
 
 from torchrl_vla import schema
@@ -24,13 +23,7 @@ SIZES = {"num_bins": 32, "patch_size": 32, "vision_width": 16, "width": 32, "hea
 SETTINGS = {"size": "tiny", "chunk_size": 4, **SIZES}
 
 
-@cache
-def program():
-    """Import ``launch/check_policy.py``, which is a program and in no package."""
-    spec = importlib.util.spec_from_file_location("check", ROOT / "launch" / "check_policy.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+check_policy = program("check_policy")
 
 
 @cache
@@ -152,9 +145,8 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture):
         *("episodes=3", "samples=40"),
     ]
     for configured, code in (("causal", 1), ("bidirectional", 0)):
-        with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-            cfg = compose("check_policy", [*overrides, f"policy.attention={configured}"])
-        assert program().check(cfg) == code
+        cfg = composed(*overrides, f"policy.attention={configured}", name="check_policy")
+        assert check_policy.check(cfg) == code
         report = json.loads(out.read_text())
         assert report["trained_with"] == "bidirectional"
         assert report["samples"] == 40
@@ -164,7 +156,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture):
 
 
 def test_the_verdict_in_words():
-    command = program()
+    command = check_policy
     clear = AttentionComparison(2.0, 3.0, 0.01, "nats", 100)
     text, code = command.verdict(clear, "bidirectional")
     assert text.endswith("policy.attention=bidirectional agrees")

@@ -1,30 +1,19 @@
 """``launch/actor.py`` builds what a learner describes and nothing else; who may have actors."""
 
-import importlib.util
 from functools import partial
 from pathlib import Path
 
 import pytest
-from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
+from programs import composed, program
 
 from torchrl_vla.loops import off_policy, on_policy
 
 pytestmark = pytest.mark.slow  # whole programs
 
-ROOT = Path(__file__).parents[2]
 
-
-def program(name: str):
-    spec = importlib.util.spec_from_file_location(f"launch_{name}", ROOT / "launch" / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def composed(*overrides: str):
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        cfg = compose("train", list(overrides))
+def resolved(*overrides: str):
+    cfg = composed(*overrides)
     OmegaConf.resolve(cfg)
     return cfg
 
@@ -38,7 +27,7 @@ def secret(tmp_path: Path) -> Path:
 
 
 def test_a_run_describes_what_actors_can_build(secret: Path):
-    cfg = composed("topology=remote", f"topology.secret_file={secret}", "policy.weights=null")
+    cfg = resolved("topology=remote", f"topology.secret_file={secret}", "policy.weights=null")
     where = program("train").choose_listening(cfg, partial(off_policy.train))["remote"]
     assert (where.host, where.port) == ("127.0.0.1", 29700)
     suite, make_policy = program("actor").build(where.description)
@@ -49,11 +38,11 @@ def test_a_run_describes_what_actors_can_build(secret: Path):
 
 
 def test_local_runs_listen_to_nobody():
-    assert program("train").choose_listening(composed(), partial(off_policy.train)) == {}
+    assert program("train").choose_listening(resolved(), partial(off_policy.train)) == {}
 
 
 def test_on_policy_runs_are_refused(secret: Path):
-    cfg = composed("algo=ppo", "topology=remote", f"topology.secret_file={secret}")
+    cfg = resolved("algo=ppo", "topology=remote", f"topology.secret_file={secret}")
     with pytest.raises(ValueError, match="algo=ppo: its rounds need every actor"):
         program("train").choose_listening(cfg, partial(on_policy.train))
 
