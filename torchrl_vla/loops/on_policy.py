@@ -200,8 +200,7 @@ def held_of(loaded: dict[str, Any] | None) -> int:
 
 def restarts_of(workers: Actors, topology: Topology) -> float:
     """Return how many workers were replaced so far, over all ranks; collective."""
-    mine = torch.tensor(workers.restarts)
-    return float(topology.all_reduce_sum(mine) if topology.world_size > 1 else mine)
+    return float(topology.all_reduce_sum(torch.tensor(workers.restarts)))
 
 
 def next_round(workers: Actors, ahead: int) -> TensorDictBase:
@@ -241,10 +240,8 @@ class Seen:
     def pop_metrics(self, topology: Topology) -> dict[str, float]:
         """Return success and counts of the episodes that ended, over all ranks; collective."""
         mine = torch.tensor([self.successes, self.episodes, self.sim_errors])
-        if topology.world_size > 1:
-            mine = topology.all_reduce_sum(mine)
         self.successes = self.episodes = self.sim_errors = 0
-        succeeded, ended, errors = mine.tolist()
+        succeeded, ended, errors = topology.all_reduce_sum(mine).tolist()
         return {
             TRAIN_SUCCESS: succeeded / ended if ended else math.nan,
             "episodes_in_round": float(ended),

@@ -141,11 +141,8 @@ class Run:
 
     def finished(self) -> bool:
         """Whether to stop now; collective, so that no rank waits for one that left."""
-        self.interrupted = self._agreed(self.stop_asked())
-        return self._agreed(self._spent()) or self.interrupted
-
-    def _agreed(self, flag: bool) -> bool:
-        return self.topology.any_true(flag) if self.topology.world_size > 1 else flag
+        self.interrupted = self.topology.any_true(self.stop_asked())
+        return self.topology.any_true(self._spent()) or self.interrupted
 
     def count(
         self, env_steps: int, decisions: int, episodes: int, *, updates: int, published: bool = True
@@ -159,9 +156,7 @@ class Run:
             updates: optimizer steps in all.
             published: new weights follow (version + 1).
         """
-        mine = torch.tensor([env_steps, decisions, episodes])
-        if self.topology.world_size > 1:
-            mine = self.topology.all_reduce_sum(mine)
+        mine = self.topology.all_reduce_sum(torch.tensor([env_steps, decisions, episodes]))
         for name, value in zip((ENV_STEPS, "decisions", EPISODES), mine.tolist(), strict=True):
             self.counters[name] += value
         self._steps_rate.add(mine[0].item())
@@ -190,12 +185,16 @@ class Run:
         if over:
             return not self.interrupted
         plan = self.evaluation
-        return self._agreed(self._passed(self._looked, plan.every_minutes, plan.every_updates))
+        return self.topology.any_true(
+            self._passed(self._looked, plan.every_minutes, plan.every_updates)
+        )
 
     def save_due(self) -> bool:
         """Whether a checkpoint interval has passed; collective."""
         plan = self.saves
-        return self._agreed(self._passed(self._saved, plan.every_minutes, plan.every_updates))
+        return self.topology.any_true(
+            self._passed(self._saved, plan.every_minutes, plan.every_updates)
+        )
 
     def _now(self) -> tuple[float, int]:
         return self.seconds, self.counters["updates"]

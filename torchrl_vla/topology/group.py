@@ -64,6 +64,8 @@ class Topology:
 
         ``bool`` is refused by torch: sum counts as int64.
         """
+        if self.world_size == 1:
+            return tensor.detach().clone()
         total = tensor.detach().to(self.device, copy=True)
         dist.all_reduce(total)
         return total.to(tensor.device)
@@ -82,6 +84,8 @@ class Topology:
 
     def any_true(self, flag: bool) -> bool:
         """Whether ``flag`` is true on at least one rank: how ranks agree to stop or to fail."""
+        if self.world_size == 1:
+            return bool(flag)
         seen = torch.tensor([int(flag)], dtype=torch.int32, device=self.device)
         dist.all_reduce(seen, op=dist.ReduceOp.MAX)
         return bool(seen.item())
