@@ -7,7 +7,9 @@ sampling, H = 4, 64-pixel images, one torch thread per process:
 - ``collector, random chunks``: the same without a policy; what is lost is the policy's share.
 - ``serial``: ``SerialEnv`` of one environment per simulator, TorchRL's chunk transforms around it,
   rendering every control step (eager) or once per chunk (lazy).
-- ``actors``: two of our actor processes.
+- ``actors``: two of our actor processes, each as large as the one process, one round ahead.
+- ``bare``: two processes with the one process's loop and nothing in common, which is what two cores
+  of the host give: the bound of what two actors can reach.
 - ``parallel``: ``ParallelEnv`` with eight spawned workers, transforms outside or inside.
 
     OMP_NUM_THREADS=1 python benchmarks/rollout.py --out benchmarks/results/rollout.json
@@ -16,11 +18,13 @@ sampling, H = 4, 64-pixel images, one torch thread per process:
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import torch
@@ -49,11 +53,14 @@ SERIAL = {
 PARALLEL = {f"parallel E=8 {placement} lazy": placement for placement in ("outer", "inner")}
 """Where the chunk transforms are, by variant."""
 OURS, RANDOM, ACTORS = "collector", "collector, random chunks", "2 actor processes"
+BARE = "2 bare loops"
 RATIOS = (
     Ratio("with / without policy", OURS, [RANDOM], DECISIONS, 0.70, at_least=True),
     Ratio("one process / best SerialEnv", OURS, list(SERIAL), DECISIONS, 2.0, at_least=True),
     Ratio("two actors / best ParallelEnv", ACTORS, list(PARALLEL), DECISIONS, 5.0, at_least=True),
     Ratio("two actors / one process", ACTORS, [OURS], DECISIONS, 1.8, at_least=True),
+    Ratio("two bare loops / one process: the host", BARE, [OURS], DECISIONS, None, at_least=True),
+    Ratio("two actors / two bare loops", ACTORS, [BARE], DECISIONS, None, at_least=True),
 )
 
 
@@ -96,18 +103,32 @@ def timed(batches: Iterator[TensorDictBase], decisions: int) -> Sample:
     return {DECISIONS: seen / seconds, STEPS: executed / seconds}
 
 
-def rounds(actors: Actors) -> Iterator[TensorDictBase]:
-    """Yield the actors' rounds."""
-    while True:
-        yield actors.collect()
+def timed_rounds(actors: Actors, num_envs: int, at_least: int) -> Sample:
+    """Let the actors collect at least ``at_least`` decisions, a round ahead of what is received.
+
+    So no actor waits for the slower one until the last round. Nothing is under way before or after.
+    """
+    size = 2 * num_envs * STEPS_PER_BATCH
+    left = -(-at_least // size)
+    started = time.perf_counter()
+    seen = executed = 0
+    while left or actors.pending:
+        while left and actors.pending < 2:
+            actors.request()
+            left -= 1
+        batch = actors.receive()
+        seen += batch.numel()
+        executed += control_steps(batch)
+    seconds = time.perf_counter() - started
+    return {DECISIONS: seen / seconds, STEPS: executed / seconds}
 
 
-def start_two_actors(num_envs: int, stack: ExitStack) -> Iterator[TensorDictBase]:
-    """Start two actor processes that share ``num_envs`` simulators."""
+def two_actors(num_envs: int, stack: ExitStack) -> Actors:
+    """Start two actor processes with ``num_envs`` simulators each."""
     suite = TabletopSuite()
     folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="rollout-"))
     settings = ActorSettings(
-        num_workers=2, envs_per_worker=num_envs // 2, decisions_per_env=STEPS_PER_BATCH
+        num_workers=2, envs_per_worker=num_envs, decisions_per_env=STEPS_PER_BATCH
     )
     actors = start_actors(
         suite,
@@ -119,7 +140,42 @@ def start_two_actors(num_envs: int, stack: ExitStack) -> Iterator[TensorDictBase
         rank=0,
         folder=Path(folder),
     )
-    return rounds(stack.enter_context(actors))
+    stack.enter_context(actors).collect()  # not timed: what a process does once
+    return actors
+
+
+def bare_loop(pipe: Connection, num_envs: int) -> None:
+    """Run the one process's loop for every number of decisions that comes; a child process."""
+    torch.set_num_threads(1)
+    with ExitStack() as stack:
+        batches = iter(collected(chunked(num_envs), stack))
+        next(batches)
+        pipe.send(None)
+        while (decisions := pipe.recv()) is not None:
+            pipe.send(timed(batches, decisions))
+
+
+def timed_pair(pipes: Sequence[Connection], decisions: int) -> Sample:
+    """Let bare loops run side by side; return the sum of their rates."""
+    for pipe in pipes:
+        pipe.send(decisions // len(pipes))
+    rates = [pipe.recv() for pipe in pipes]
+    return {name: sum(rate[name] for rate in rates) for name in rates[0]}
+
+
+def two_bare_loops(num_envs: int, stack: ExitStack) -> list[Connection]:
+    """Start two processes with nothing in common: what this host's two cores can give."""
+    context, pipes = multiprocessing.get_context("spawn"), []
+    for _ in range(2):
+        ours, theirs = context.Pipe()
+        process = context.Process(target=bare_loop, args=(theirs, num_envs), daemon=True)
+        process.start()
+        stack.callback(process.join)
+        stack.callback(ours.send, None)
+        pipes.append(ours)
+    for pipe in pipes:
+        pipe.recv()
+    return pipes
 
 
 def sources(num_envs: int, stack: ExitStack) -> dict[str, Callable[[], Iterator[TensorDictBase]]]:
@@ -134,7 +190,6 @@ def sources(num_envs: int, stack: ExitStack) -> dict[str, Callable[[], Iterator[
     known: dict[str, Callable[[], Iterator[TensorDictBase]]] = {
         OURS: lambda: iter(collected(chunked(num_envs), stack)),
         RANDOM: lambda: iter(collected(chunked(num_envs), stack, with_policy=False)),
-        ACTORS: lambda: start_two_actors(num_envs, stack),
     }
     for name, (size, lazy) in SERIAL.items():
         known[name] = partial(composed, "serial", size, "outer", lazy)
@@ -146,7 +201,7 @@ def sources(num_envs: int, stack: ExitStack) -> dict[str, Callable[[], Iterator[
 def parse() -> argparse.Namespace:
     """Read the command line."""
     parser = command_line(__doc__.splitlines()[0], turns=5)
-    parser.add_argument("--envs", type=int, default=64, help="simulators of our variants")
+    parser.add_argument("--envs", type=int, default=64, help="simulators per process of ours")
     parser.add_argument("--decisions", type=int, default=1536, help="per turn, at least")
     parser.add_argument(
         "--only",
@@ -161,8 +216,6 @@ def parse() -> argparse.Namespace:
 def main() -> None:
     """Measure and report."""
     args = parse()
-    if args.envs < 2 or args.envs % 2:
-        raise SystemExit(f"--envs is {args.envs}; two actors share it, so it must be even")
     torch.set_num_threads(1)
     conditions = machine()
     with ExitStack() as stack:
@@ -170,14 +223,21 @@ def main() -> None:
         families = {
             "collector": [OURS, RANDOM],
             "serial": list(SERIAL),
-            "actors": [ACTORS],
+            "actors": [ACTORS, BARE],
             "parallel": list(PARALLEL),
         }
         names = [name for family in args.only for name in families[family]]
         variants = {}
         for name in names:
             print(f"starting {name}", flush=True)
-            variants[name] = partial(timed, known[name](), args.decisions)
+            if name == ACTORS:
+                actors = two_actors(args.envs, stack)
+                variants[name] = partial(timed_rounds, actors, args.envs, args.decisions)
+            elif name == BARE:
+                pipes = two_bare_loops(args.envs, stack)
+                variants[name] = partial(timed_pair, pipes, args.decisions)
+            else:
+                variants[name] = partial(timed, known[name](), args.decisions)
         samples = take_turns(variants, args.turns)
     settings = {"envs": args.envs, "decisions": args.decisions, "turns": args.turns}
     report("rollout", samples, RATIOS, settings=settings, conditions=conditions, out=args.out)
