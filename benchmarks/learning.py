@@ -3,6 +3,10 @@
 Each run is the real command in its own processes and folder, one after the other. A run whose
 folder holds a finished result is read, not repeated, so a long series can be cut and continued.
 
+The off-policy algorithms run from two starts: the shipped one (cloned from 160 demonstrations;
+little is left to gain below what a head on the frozen trunk can reach), and, as ``NAME_few``, a
+head cloned from ``FEW`` demonstrations per kind of task, with as few in the replay.
+
     OMP_NUM_THREADS=1 python benchmarks/learning.py --out benchmarks/results/learning.json
     python benchmarks/learning.py --only ppo sac --seeds 0 --minutes 2     # a try
 """
@@ -14,6 +18,7 @@ import json
 import statistics
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,11 +26,17 @@ from typing import Any
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
+from safetensors import safe_open
+from safetensors.torch import save_file
 from side_by_side import machine
 
 from torchrl_vla.metrics import read_metrics
+from torchrl_vla.policies.tiny import SHIPPED_WEIGHTS
 
 ROOT = Path(__file__).resolve().parent.parent
+FEW = 10
+"""Demonstrations per kind of task of the weaker start."""
+KINDS = 4
 UTILISATION = ("wait/actors", "wait/learner", "policy_lag", "approx_kl")
 
 
@@ -36,6 +47,15 @@ class Case:
     overrides: tuple[str, ...]
     bar: float | None
     """Points of success over the start; ``None``: shown for comparison."""
+    few: bool = False
+    """From a head that was cloned from ``FEW`` demonstrations per kind of task, with only those."""
+
+
+def _off_policy(algorithm: str) -> dict[str, Case]:
+    """Return an off-policy algorithm's cases: from the shipped start and from the weaker one."""
+    unlimited = (f"algo={algorithm}", "budget.env_steps=null")
+    few = (*unlimited, f"algo.replay.demonstration_episodes={FEW * KINDS}")
+    return {algorithm: Case(unlimited, None), f"{algorithm}_few": Case(few, 15, few=True)}
 
 
 def _lag(bound: int) -> Case:
@@ -48,10 +68,10 @@ CASES = {
     "rloo": Case(("algo=rloo",), 20),
     "reinforce_pp": Case(("algo=reinforce_pp",), 20),
     "ppo_gaussian": Case(("algo=ppo_gaussian",), None),
-    "sac": Case(("algo=sac", "budget.env_steps=null"), 15),
-    "rlpd": Case(("algo=rlpd", "budget.env_steps=null"), 15),
-    "td3_bc": Case(("algo=td3_bc", "budget.env_steps=null"), 15),
-    "cql": Case(("algo=cql", "budget.env_steps=null"), 15),
+    **_off_policy("sac"),
+    **_off_policy("rlpd"),
+    **_off_policy("td3_bc"),
+    **_off_policy("cql"),
     "lag_0": _lag(0),
     "lag_1": _lag(1),
     "lag_2": _lag(2),
@@ -61,19 +81,46 @@ CASES = {
 DEFAULT = tuple(name for name in CASES if not name.startswith("lag_"))
 
 
+def train(overrides: Sequence[str], folder: Path) -> None:
+    """Run the real command with ``overrides`` in ``folder``; its log is beside the folder.
+
+    Raises:
+        subprocess.CalledProcessError: the run failed.
+    """
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "launch/train.py"]
+    command += [*overrides, f"run_dir={folder}", "evaluation.videos=1", "resume=never"]
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with folder.with_suffix(".log").open("w") as log:
+        subprocess.run(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, check=True)
+
+
+def few_start(folder: Path) -> Path:
+    """Return the weights of a head cloned from ``FEW`` demonstrations on the shipped trunk."""
+    weights = folder / "policy.safetensors"
+    if not weights.exists():
+        trunk = folder.with_name("trunk.safetensors")
+        trunk.parent.mkdir(parents=True, exist_ok=True)
+        with safe_open(SHIPPED_WEIGHTS, "pt") as shipped:
+            names = [name for name in shipped.keys() if not name.startswith("gaussian.")]  # noqa: SIM118
+            kept = {name: shipped.get_tensor(name) for name in names}
+            save_file(kept, trunk, metadata=shipped.metadata())
+        fresh = ("algo=bc_gaussian", f"algo.demonstrations_per_task={FEW}", "seed=0")
+        train((*fresh, f"policy.weights={trunk}"), folder)
+    return weights
+
+
 def run(name: str, seed: int, minutes: float, folder: Path) -> dict[str, Any]:
     """Run one case in ``folder`` unless it is there, and return its curve and end.
 
     Raises:
         subprocess.CalledProcessError: the run failed; its log is beside the folder.
     """
+    case = CASES[name]
     if not (folder / "videos").exists():
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "launch/train.py"]
-        command += [*CASES[name].overrides, f"seed={seed}", f"budget.minutes={minutes}"]
-        command += [f"run_dir={folder}", "evaluation.videos=1", "resume=never"]
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with folder.with_suffix(".log").open("w") as log:
-            subprocess.run(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, check=True)
+        overrides = [*case.overrides, f"seed={seed}", f"budget.minutes={minutes}"]
+        if case.few:
+            overrides.append(f"policy.weights={few_start(folder.with_name('few'))}")
+        train(overrides, folder)
     history = json.loads((folder / "eval.json").read_text())["history"]
     rows = read_metrics(folder)
     keys = ("minutes", "env_steps", "success_rate", "episodes")
