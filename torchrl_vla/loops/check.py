@@ -21,9 +21,10 @@ from torch import nn
 
 from torchrl_vla import schema
 from torchrl_vla.actors import ActorSettings
-from torchrl_vla.loops.on_policy import build_learner, next_round, start_workers
+from torchrl_vla.loops.on_policy import build_learner, next_round
 from torchrl_vla.loops.run import Run
 from torchrl_vla.loops.updates import UpdateSettings, minibatches
+from torchrl_vla.loops.workers import start_workers
 from torchrl_vla.policies.shard import full_weights
 
 BOUNDS = {"float32": 1e-5, "bfloat16": 0.05}

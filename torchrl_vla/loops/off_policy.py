@@ -21,16 +21,17 @@ from tensordict import TensorDictBase
 from torch import nn
 
 from torchrl_vla import schema
-from torchrl_vla.actors import Actors, ActorSettings, ServerSettings, start_actors
+from torchrl_vla.actors import Actors, ActorSettings
 from torchrl_vla.data import demonstrations
 from torchrl_vla.data.demonstrations import Episode
 from torchrl_vla.evaluate import q_judge
+from torchrl_vla.learner import Learner
 from torchrl_vla.loops.actor_critic import UpdateSettings, make_learner
-from torchrl_vla.loops.on_policy import positions_of, restarts_of
 from torchrl_vla.loops.pacing import Pacer, PaceSettings
 from torchrl_vla.loops.publishing import Publishing
 from torchrl_vla.loops.replay_folder import ReplayFolder, saved_replays
 from torchrl_vla.loops.run import Run, in_segments
+from torchrl_vla.loops.workers import restarts_of, start_workers
 from torchrl_vla.metrics import (
     ACTOR_RESTARTS,
     ACTORS_REMOTE,
@@ -42,10 +43,11 @@ from torchrl_vla.metrics import (
 )
 from torchrl_vla.objectives.critics import ActorCritic
 from torchrl_vla.policies.deferred import without_weights
-from torchrl_vla.remote import Listening, RemoteActors, start_listening
+from torchrl_vla.remote import Listening, RemoteActors
 from torchrl_vla.replay import ReplayFeed, Sampling
 from torchrl_vla.schema import SuiteMeta
 from torchrl_vla.storage.buffer import JournalReplayBuffer
+from torchrl_vla.topology import Topology
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,26 +99,10 @@ def train(
     Raises:
         ValueError: settings that contradict each other, as they say.
     """
-    if run.deterministic and actors.publish != "blocking":
-        raise ValueError(
-            f"topology.deterministic=true and actors.publish={actors.publish!r}: which weights "
-            "chose an action would depend on who is faster; use actors.publish=blocking"
-        )
-    if not run.deterministic and remote is None:
-        pace.check(actors.num_workers, actors.envs_per_worker * actors.decisions_per_env)
-    if run.deterministic and remote is not None:
-        raise ValueError(
-            "topology.deterministic=true with remote actors: what they bring, and when, differs "
-            "from run to run; use topology=local"
-        )
-    rank = run.topology.rank
-    build = partial(make_policy, run.suite.meta)
-    torch.manual_seed(seed)
-    with without_weights():
-        policy = build()
-    evaluated = build()
-    learner, goal = make_learner(run, policy, objective, updates, gamma)
-    torch.manual_seed(seed * 1000 + rank)
+    check_together(run, actors, pace, remote)
+    policy, evaluated, learner, goal = build_learner(
+        run, make_policy, objective, updates, seed=seed, gamma=gamma
+    )
     state = {
         "modules": {"policy": policy, "critic": goal.state, "evaluated": evaluated},
         "optimizers": {"learner": (learner.optimizer, [policy, goal.state])},
@@ -130,35 +116,30 @@ def train(
     feed = make_feed(
         run, policy, buffer, replay, frozen=frozen, seed=seed, gamma=gamma, dataset=dataset
     )
-    # The burst on the first decisions belongs to the start of a run, not to each resume.
-    steady = pace if loaded is None or saved else replace(pace, warm_up_updates=0)
-    batch_size = actors.envs_per_worker * actors.decisions_per_env
-    pacer = Pacer(steady, batch_size, replay.min_decisions, **(saved["pacer"] if saved else {}))
-    recent = Recent.of(loaded)
     if saved:
         feed.absorb()  # these rows were counted before
         if loaded["rank_tensors"] is not None:
             feed.generator.set_state(loaded["rank_tensors"]["draws"])
-    server = ServerSettings.of(run.topology, evaluated)
-    start = partial(start_actors, run.suite, build, server=server)
-    if remote is not None:
-        start = partial(start_listening, remote, to_be_continued=lambda: run.interrupted)
-    workers = start(
+    # The burst on the first decisions belongs to the start of a run, not to each resume.
+    steady = pace if loaded is None or saved else replace(pace, warm_up_updates=0)
+    batch_size = actors.envs_per_worker * actors.decisions_per_env
+    pacer = Pacer(steady, batch_size, replay.min_decisions, **(saved["pacer"] if saved else {}))
+    recent, watch, means = Recent.of(loaded), Stopwatch(), Means()
+    workers = start_workers(
+        run,
+        make_policy,
         actors,
-        chunk_size=run.chunk_size,
-        gamma=gamma,
+        evaluated,
         seed=seed,
-        rank=rank,
-        folder=run.folder / "actors" / f"rank-{rank}",
-        positions=positions_of(loaded),
-        attempt=learner.updates,
+        gamma=gamma,
+        loaded=loaded,
         replay=buffer,
+        remote=remote,
     )
     publish = Publishing(policy, evaluated, workers)
     wait_for_data = collect_in_step if run.deterministic else drain
     if remote is not None:
         wait_for_data = partial(drain, give_up=run.would_stop)
-    watch, means = Stopwatch(), Means()
     with workers:
         publish(run.counters["version"], 1.0 if loaded is None else 0.0)
         if not run.history:
@@ -175,12 +156,7 @@ def train(
             run.count(*recent.pop(), updates=learner.updates)
             publish(run.counters["version"], pace.average_share)
             metrics = means.pop() | recent.metrics() | watch.pop_shares()
-            metrics |= feed.metrics(run.counters["version"])
-            metrics[WAIT_LEARNER] = workers.idle_share()
-            metrics[ACTOR_RESTARTS] = restarts_of(workers, run.topology)
-            if remote is not None:
-                present = run.topology.all_reduce_sum(torch.tensor(workers.present))
-                metrics[ACTORS_REMOTE] = float(present)
+            metrics |= feed.metrics(run.counters["version"]) | actor_metrics(workers, run.topology)
             over = run.finished()
             if run.evaluation_due(over):
                 metrics |= run.evaluate(evaluated, final=over)
@@ -199,6 +175,62 @@ def train(
     if over and not run.interrupted:
         run.finish(evaluated, q_judge(evaluated, goal.state.q))
     return over
+
+
+def check_together(
+    run: Run, actors: ActorSettings, pace: PaceSettings, remote: Listening | None
+) -> None:
+    """Check settings that are each right but do not go together.
+
+    Raises:
+        ValueError: which, and what to change.
+    """
+    if not run.deterministic:
+        if remote is None:
+            pace.check(actors.num_workers, actors.envs_per_worker * actors.decisions_per_env)
+        return
+    if actors.publish != "blocking":
+        raise ValueError(
+            f"topology.deterministic=true and actors.publish={actors.publish!r}: which weights "
+            "chose an action would depend on who is faster; use actors.publish=blocking"
+        )
+    if remote is not None:
+        raise ValueError(
+            "topology.deterministic=true with remote actors: what they bring, and when, differs "
+            "from run to run; use topology=local"
+        )
+
+
+def build_learner(
+    run: Run,
+    make_policy: Callable[..., nn.Module],
+    objective: Callable[..., ActorCritic],
+    updates: UpdateSettings,
+    *,
+    seed: int,
+    gamma: float,
+) -> tuple[nn.Module, nn.Module, Learner, ActorCritic]:
+    """Return policy, the whole copy that is evaluated, learner and objective; see :func:`train`."""
+    torch.manual_seed(seed)
+    with without_weights():
+        policy = make_policy(run.suite.meta)
+    evaluated = make_policy(run.suite.meta)
+    learner, goal = make_learner(run, policy, objective, updates, gamma)
+    # Equal weights, different noise on every rank.
+    torch.manual_seed(seed * 1000 + run.topology.rank)
+    return policy, evaluated, learner, goal
+
+
+def actor_metrics(workers: Actors | RemoteActors, topology: Topology) -> dict[str, float]:
+    """Return how long actors waited, how many were replaced, who is there; collective."""
+    metrics = {
+        WAIT_LEARNER: workers.idle_share(),
+        ACTOR_RESTARTS: restarts_of(workers, topology),
+    }
+    if isinstance(workers, RemoteActors):
+        present = topology.all_reduce_sum(torch.tensor(workers.present))
+        metrics[ACTORS_REMOTE] = float(present)
+    return metrics
 
 
 @dataclass

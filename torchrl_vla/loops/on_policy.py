@@ -23,11 +23,12 @@ from tensordict import TensorDictBase
 from torch import nn
 
 from torchrl_vla import schema
-from torchrl_vla.actors import Actors, ActorSettings, ServerSettings, start_actors
+from torchrl_vla.actors import Actors, ActorSettings
 from torchrl_vla.learner import Learner
 from torchrl_vla.loops.publishing import Publishing
 from torchrl_vla.loops.run import Run, in_segments
 from torchrl_vla.loops.updates import UpdateSettings, frozen_copy, make_learner, update_epochs
+from torchrl_vla.loops.workers import restarts_of, start_workers
 from torchrl_vla.metrics import (
     ACTOR_RESTARTS,
     TRAIN_SUCCESS,
@@ -159,48 +160,10 @@ def build_learner(
     return policy, learner, goal, evaluated
 
 
-def start_workers(
-    run: Run,
-    make_policy: Callable[..., nn.Module],
-    actors: ActorSettings,
-    evaluated: nn.Module,
-    *,
-    seed: int,
-    gamma: float,
-    loaded: dict[str, Any] | None = None,
-) -> Actors:
-    """Start this rank's actors, where a checkpoint says if one was ``loaded``."""
-    rank = run.topology.rank
-    return start_actors(
-        run.suite,
-        partial(make_policy, run.suite.meta),
-        actors,
-        chunk_size=run.chunk_size,
-        gamma=gamma,
-        seed=seed,
-        rank=rank,
-        folder=run.folder / "actors" / f"rank-{rank}",
-        positions=positions_of(loaded),
-        attempt=run.counters["version"],
-        server=ServerSettings.of(run.topology, evaluated),
-    )
-
-
-def positions_of(loaded: dict[str, Any] | None) -> list[int] | None:
-    """Return this rank's initial-state positions from a checkpoint, if it holds them."""
-    ranks = None if loaded is None else loaded["rank_json"]
-    return None if ranks is None else ranks["positions"]
-
-
 def held_of(loaded: dict[str, Any] | None) -> int:
     """Return how many decisions of unfinished trajectories a resume leaves behind on this rank."""
     ranks = None if loaded is None else loaded["rank_json"]
     return 0 if ranks is None else ranks["held"]
-
-
-def restarts_of(workers: Actors, topology: Topology) -> float:
-    """Return how many workers were replaced so far, over all ranks; collective."""
-    return float(topology.all_reduce_sum(torch.tensor(workers.restarts)))
 
 
 def next_round(workers: Actors, ahead: int) -> TensorDictBase:
