@@ -181,8 +181,7 @@ def main(cfg: DictConfig) -> None:
     OmegaConf.resolve(cfg)
     if topology.under_torchrun():
         die_with_parent(os.getppid())  # torchrun may be killed without a chance to tell us
-    resumable = "gamma" in cfg and cfg.check is None
-    with StopSignals(graceful=resumable) as stop:
+    with StopSignals(graceful=cfg.check is None) as stop:
         train(cfg, stop)
 
 
@@ -202,9 +201,9 @@ def train(cfg: DictConfig, stop: StopSignals) -> None:
     )
     run, resume = build_run(cfg, ranks)
     run.stop_asked = stop.asked
-    shared = {"seed": cfg.seed, "make_policy": instantiate(cfg.policy)}
+    shared = {"seed": cfg.seed, "make_policy": instantiate(cfg.policy), "resume": resume}
     if "gamma" in cfg:
-        shared |= {"gamma": cfg.gamma, "resume": resume}
+        shared["gamma"] = cfg.gamma
     loop = instantiate(OmegaConf.masked_copy(cfg.algo, [k for k in cfg.algo if k != "name"]))
     if cfg.check is not None:
         passed = choose_check(cfg, loop)(run, **shared)

@@ -14,16 +14,14 @@ from tensordict import TensorDict
 from torch import nn
 
 from torchrl_vla import schema
-from torchrl_vla.actors import behaviour_copy, load_full_weights
 from torchrl_vla.data import demonstrations, grounding
 from torchrl_vla.data.demonstrations import Episode
 from torchrl_vla.learner import Learner, ParameterGroup
 from torchrl_vla.loops.run import Run
-from torchrl_vla.metrics import EVAL_SUCCESS
+from torchrl_vla.loops.stage import Draws, Stage
 from torchrl_vla.objectives.supervised import GroundingObjective
 from torchrl_vla.policies.deferred import fill, without_weights
-from torchrl_vla.policies.shard import full_weights, shard
-from torchrl_vla.policies.weights import load_weights, save_weights
+from torchrl_vla.policies.shard import shard
 from torchrl_vla.schema import SuiteMeta
 
 ENCODED_ROWS = 128
@@ -33,27 +31,6 @@ ENCODED_ROWS = 128
 def warm_up_and_decay(updates: int, warm_up: int) -> Callable[[int], float]:
     """Return the learning-rate factor by update: linear warm-up, then linear decay to 2 %."""
     return lambda update: min(1.0, (update + 1) / warm_up) * max(0.02, 1.0 - update / updates)
-
-
-def _fit(
-    run: Run,
-    learner: Learner,
-    draw: Callable[[torch.Generator], TensorDict],
-    updates: int,
-    look: Callable[[], dict[str, float]] | None = None,
-) -> None:
-    """Take the updates; ``look`` evaluates when the run says that it is time to."""
-    generator = torch.Generator().manual_seed(1 + run.topology.rank)
-    for update in range(updates):
-        metrics = learner.update(draw(generator))
-        run.counters["updates"] += 1
-        over = run.finished() or update == updates - 1
-        if look is not None and not over and run.evaluation_due():
-            metrics |= look()
-        if update % 20 == 19 or over or EVAL_SUCCESS in metrics:
-            run.record(metrics)
-        if over:
-            break
 
 
 def train_grounding(
@@ -68,6 +45,7 @@ def train_grounding(
     lr: float,
     warm_up: int,
     max_error_cm: float,
+    resume: bool = False,
 ) -> dict[str, float]:
     """Regress where the named block is (privileged labels; stands in for a VLM's grounding).
 
@@ -80,7 +58,7 @@ def train_grounding(
     train = grounding.render_scenes(simulators, range(first, first + scenes), seed=seed)
     start = first + 10 * scenes
     test = grounding.render_scenes(simulators, range(start, start + held_out), seed=seed + 1)
-    policy = make_policy(run.suite.meta)
+    policy, evaluated = make_policy(run.suite.meta), make_policy(run.suite.meta)
     model = policy.model.model
     _normalise_state(model, train)
     shard(model, run.topology.mesh, blocks=model.shard_plan())
@@ -98,21 +76,24 @@ def train_grounding(
         sharded=[model],
         schedule=warm_up_and_decay(updates, warm_up),
     )
+    draws = Draws(batch_size, 1 + run.topology.rank)
+    stage = Stage(run, policy, evaluated, learner, draws, updates)
+    stage.begin(resume)
     num_tasks = len(run.suite.meta.instructions)
 
-    def draw(generator: torch.Generator) -> TensorDict:
-        index = torch.randint(len(train), (batch_size,), generator=generator)
-        task_id = torch.randint(num_tasks, (batch_size, 1), generator=generator)
-        return grounding.label(train[index], task_id, simulators)
+    def batch(draws: Draws) -> TensorDict:
+        scenes, task_id = train[draws.uniform(len(train))], draws.uniform(num_tasks)
+        return grounding.label(scenes, task_id[:, None], simulators)
 
-    _fit(run, learner, draw, updates)
+    stage.fit(batch)
+    if run.interrupted:
+        return {}
     labelled = grounding.label(test, test[schema.TASK_ID], simulators)
     with torch.no_grad():
         held = objective(labelled, {"scenes": torch.tensor(len(labelled))})
     error = 100 * float(held["position_error_m"])
-    recipe = {"stage": "ground", "seed": seed, "held_out_error_cm": round(error, 3)}
-    whole = export(run, policy, make_policy, recipe)
-    run.save({"modules": {"evaluated": whole}})
+    stage.export({"stage": "ground", "seed": seed, "held_out_error_cm": round(error, 3)})
+    stage.save(last=True)
     if run.log is not None:
         print(f"grounding: held-out error {error:.2f} cm over {len(test)} scenes", flush=True)
     if error > max_error_cm:
@@ -134,6 +115,7 @@ def train_cloning(
     warm_up: int,
     trainable: str,
     dataset: Callable[[SuiteMeta], list[Episode]] | None = None,
+    resume: bool = False,
 ) -> dict[str, float]:
     """Clone the scripted expert, or a data set, from the policy's current weights.
 
@@ -150,8 +132,12 @@ def train_cloning(
         warm_up: updates of linear warm-up.
         trainable: ``"all"``, or ``"head"`` for the actor (Gaussian, flow) on a frozen trunk.
         dataset: reads recorded episodes; the two settings of the expert must then be ``None``.
+        resume: continue from the folder's last checkpoint.
 
     The start, and every ``evaluation.every_minutes``, is evaluated as the end is.
+
+    Returns:
+        The metrics of the last evaluation; none if the run was asked to stop before its end.
 
     Raises:
         ValueError: both a data set and settings of the expert, or neither; unknown ``trainable``.
@@ -170,36 +156,27 @@ def train_cloning(
             parts = [policy.features(part) for part in samples.split(ENCODED_ROWS)]
         samples["features"] = torch.cat(parts)
     updates = epochs * (len(samples) // batch_size)
-    learner = Learner(
-        objective(policy),
-        groups,
-        run.topology,
-        sharded=sharded,
-        schedule=warm_up_and_decay(updates, warm_up),
-    )
+    schedule = warm_up_and_decay(updates, warm_up)
+    learner = Learner(objective(policy), groups, run.topology, sharded=sharded, schedule=schedule)
+    draws = Draws(batch_size, 1 + run.topology.rank)
+    stage = Stage(run, policy, evaluated, learner, draws, updates)
+    stage.begin(resume)
 
     def look(*, final: bool = False) -> dict[str, float]:
-        load_full_weights(evaluated, full_weights(policy))
+        stage.copy()
         return run.evaluate(evaluated, final=final)
 
-    run.record(look(final=True))
-    order = torch.zeros(0, dtype=torch.int64)
-
-    def draw(generator: torch.Generator) -> TensorDict:
-        nonlocal order
-        if len(order) < batch_size:
-            order = torch.randperm(len(samples), generator=generator)
-        index, order = order[:batch_size], order[batch_size:]
-        return samples[index]
-
-    _fit(run, learner, draw, updates, look)
-    recipe = {"stage": "bc", "trainable": trainable, "seed": seed, "episodes": len(episodes)}
-    whole = export(run, policy, make_policy, recipe)
-    metrics = run.evaluate(whole, final=True)
+    if not run.history:
+        run.record(look(final=True))
+    stage.fit(lambda draws: samples[draws.shuffled(len(samples))], look)
+    if run.interrupted:
+        return {}
+    stage.export({"stage": "bc", "trainable": trainable, "seed": seed, "episodes": len(episodes)})
+    metrics = run.evaluate(evaluated, final=True)
     run.counters["updates"] += 1
     run.record(metrics)
-    run.save({"modules": {"evaluated": whole}})
-    run.finish(whole)
+    stage.save(last=True)
+    run.finish(evaluated)
     return metrics
 
 
@@ -269,29 +246,3 @@ def balanced_ids(run: Run, per_kind: int) -> list[int]:
         if len(ids) == per_kind * len(kinds):
             return ids
     raise RuntimeError("the demonstration split ran out of initial states")
-
-
-def export(
-    run: Run, policy: nn.Module, make_policy: Callable[..., nn.Module], recipe: dict[str, Any]
-) -> nn.Module:
-    """Write the whole policy as ``policy.safetensors`` into the run's folder; collective.
-
-    Weights are rounded to bfloat16 in the file, which halves it.
-
-    Returns:
-        The policy as it will load from that file, unsharded.
-    """
-    weights = full_weights(policy)
-    whole = behaviour_copy(partial(make_policy, run.suite.meta), weights)
-    path = run.folder / "policy.safetensors"
-    if run.topology.is_main:
-        save_weights(
-            path,
-            modules=whole.parts(),
-            vocabulary=whole.model.vocabulary,
-            recipe=recipe,
-            dtype=torch.bfloat16,
-        )
-    run.topology.barrier()
-    load_weights(path, vocabulary=whole.model.vocabulary, **whole.parts())
-    return whole
