@@ -131,6 +131,21 @@ def test_recent_counts():
     assert recent.metrics() == {"train/success_rate": 0.5}
 
 
+def test_outcomes_count_once_every_first_episode_can_have_ended():
+    # 4 simulators whose episodes take up to 2 decisions: 8 decisions. Those that end within them
+    # are the short ones, and all of these succeed.
+    short = TensorDict({schema.NUM_EXECUTED: torch.ones(4, 1)}, [4])
+    short[schema.DONE] = torch.tensor([[True], [False], [False], [False]])
+    short[schema.SUCCESS] = short[schema.DONE].clone()
+    failed = short.clone()
+    failed[schema.SUCCESS] = torch.zeros(4, 1, dtype=torch.bool)
+    recent = Recent(deque(), left_out=8)
+    for rows in (short, short, failed):
+        recent.add(rows)
+    assert recent.pop() == (12, 12, 3)
+    assert recent.metrics() == {"train/success_rate": 0.0}
+
+
 def small_settings(**changes) -> dict:
     given = {
         "make_policy": partial(POLICY, head="gaussian"),

@@ -31,7 +31,7 @@ from torchrl_vla.loops.pacing import Pacer, PaceSettings
 from torchrl_vla.loops.publishing import Publishing
 from torchrl_vla.loops.replay_folder import ReplayFolder, saved_replays
 from torchrl_vla.loops.run import Run, in_segments
-from torchrl_vla.loops.workers import restarts_of, start_workers
+from torchrl_vla.loops.workers import first_decisions, restarts_of, start_workers
 from torchrl_vla.metrics import (
     ACTOR_RESTARTS,
     ACTORS_REMOTE,
@@ -124,7 +124,8 @@ def train(
     steady = pace if loaded is None or saved else replace(pace, warm_up_updates=0)
     batch_size = actors.envs_per_worker * actors.decisions_per_env
     pacer = Pacer(steady, batch_size, replay.min_decisions, **(saved["pacer"] if saved else {}))
-    recent, watch, means = Recent.of(loaded), Stopwatch(), Means()
+    recent = Recent.of(loaded, first_decisions(run, actors))
+    watch, means = Stopwatch(), Means()
     workers = start_workers(
         run,
         make_policy,
@@ -238,15 +239,17 @@ class Recent:
     """What actors did lately: counts since the last report, success of the last episodes."""
 
     outcomes: deque[bool]
+    left_out: int = 0
+    """Decisions still to come before outcomes count; see :func:`first_decisions`."""
     env_steps: int = 0
     decisions: int = 0
     episodes: int = 0
 
     @classmethod
-    def of(cls, loaded: Mapping[str, Any] | None) -> Recent:
+    def of(cls, loaded: Mapping[str, Any] | None, left_out: int) -> Recent:
         """Return what a checkpoint knows of this rank's last episodes."""
         ranks = None if loaded is None else loaded["rank_json"]
-        return cls(deque([] if ranks is None else ranks["outcomes"], maxlen=200))
+        return cls(deque([] if ranks is None else ranks["outcomes"], maxlen=200), left_out)
 
     def add(self, rows: TensorDictBase) -> None:
         """Take in newly committed transitions."""
@@ -254,7 +257,10 @@ class Recent:
         self.env_steps += int(rows[schema.NUM_EXECUTED].sum())
         self.decisions += len(rows)
         self.episodes += int(done.sum())
-        self.outcomes.extend(rows[schema.SUCCESS][done].tolist())
+        if self.left_out > 0:
+            self.left_out -= len(rows)
+        else:
+            self.outcomes.extend(rows[schema.SUCCESS][done].tolist())
 
     def pop(self) -> tuple[int, int, int]:
         """Return ``(env_steps, decisions, episodes)`` since the last call."""

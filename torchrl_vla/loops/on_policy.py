@@ -28,7 +28,7 @@ from torchrl_vla.learner import Learner
 from torchrl_vla.loops.publishing import Publishing
 from torchrl_vla.loops.run import Run, in_segments
 from torchrl_vla.loops.updates import UpdateSettings, frozen_copy, make_learner, update_epochs
-from torchrl_vla.loops.workers import restarts_of, start_workers
+from torchrl_vla.loops.workers import first_decisions, restarts_of, start_workers
 from torchrl_vla.metrics import (
     ACTOR_RESTARTS,
     TRAIN_SUCCESS,
@@ -89,7 +89,8 @@ def train(
     workers = start_workers(
         run, make_policy, actors, evaluated, seed=seed, gamma=gamma, loaded=loaded
     )
-    publish, watch, seen = Publishing(policy, evaluated, workers), Stopwatch(), Seen()
+    publish, watch = Publishing(policy, evaluated, workers), Stopwatch()
+    seen = Seen(first_decisions(run, actors))
     generator = torch.Generator().manual_seed(seed * 1000 + run.topology.rank + learner.updates)
     with workers:
         publish(run.counters["version"])
@@ -177,6 +178,8 @@ def next_round(workers: Actors, ahead: int) -> TensorDictBase:
 class Seen:
     """What actors did: counts since the last look, and outcomes since the last record."""
 
+    left_out: int = 0
+    """Decisions still to come before outcomes count; see :func:`first_decisions`."""
     env_steps: int = 0
     decisions: int = 0
     new_episodes: int = 0
@@ -190,8 +193,11 @@ class Seen:
         self.env_steps += int(rollout[schema.NUM_EXECUTED].sum())
         self.decisions += rollout.numel()
         self.new_episodes += ended
-        self.episodes += ended
-        self.successes += int(rollout[schema.SUCCESS].sum())
+        if self.left_out > 0:
+            self.left_out -= rollout.numel()
+        else:
+            self.episodes += ended
+            self.successes += int(rollout[schema.SUCCESS].sum())
         self.sim_errors += int(rollout[schema.SIM_ERROR].sum())
 
     def pop_new(self) -> tuple[int, int, int]:

@@ -60,6 +60,16 @@ def start_workers(
     )
 
 
+def first_decisions(run: Run, actors: ActorSettings) -> int:
+    """Return the decisions of this rank within which the first episode of every simulator ends.
+
+    All began at once, so that those which have ended by then are the short ones: their success says
+    more about their length than about the policy.
+    """
+    longest = -(-run.suite.meta.max_steps // run.chunk_size)
+    return actors.num_workers * actors.envs_per_worker * longest
+
+
 def positions_of(loaded: Mapping[str, Any] | None) -> list[int] | None:
     """Return this rank's initial-state positions from a checkpoint, if it holds them."""
     ranks = None if loaded is None else loaded["rank_json"]
