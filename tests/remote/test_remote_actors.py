@@ -198,3 +198,5 @@ def test_an_actor_collects_only_what_was_asked_for(job: Job):
     assert len(job.rows()) == 3 * BATCH
     assert job.remote.pending == 3
     assert [job.remote.receive(wait=False) for _ in range(4)] == [True, True, True, None]
+    job.remote.idle_share()
+    eventually(lambda: job.remote.idle_share() > 0.99)  # of the time since: it has no request

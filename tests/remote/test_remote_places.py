@@ -67,3 +67,24 @@ def test_what_an_actor_owes_comes_back_when_it_leaves_and_returns_with_it(places
     assert (places.wanted, a.owed, places.pending) == (1, 1, 2)
     places.arrived(a)
     assert (places.done, a.owed, places.pending) == (1, 0, 2)
+
+
+def test_the_idle_share_is_that_of_the_time_since_the_last_call(places: Places):
+    a, b = join(places, "a")[0], join(places, "b")[0]
+    assert places.idle_share() == 0.0
+    a.hear(500.0, now=10.0)  # idle for another learner before: not of this run
+    assert places.idle_share() == 0.0
+    a.hear(503.0, now=14.0)
+    assert places.idle_share() == 3 / 4
+    assert places.idle_share() == 3 / 4  # nothing was said since
+    a.hear(503.0, now=18.0)
+    b.hear(0.0, now=16.0)
+    b.hear(2.0, now=18.0)
+    assert places.idle_share() == 2 / 6
+    places.leave(a, for_good=False)
+    join(places, "a")
+    a.hear(590.0, now=118.0)  # it was away: nobody's time
+    a.hear(590.5, now=120.0)
+    assert places.idle_share() == 0.5 / 2
+    a.hear(593.0, now=122.0)  # what it says is late by part of a question
+    assert places.idle_share() == 1.0

@@ -87,6 +87,7 @@ class Link(threading.Thread):
         self._term = 0
         """Counts the learners and places so far: a batch belongs to the one it was asked in."""
         self._idle = 0.0
+        self._idle_since: float | None = None  # of a wait that lasts
 
     # What the actor's own thread calls.
 
@@ -116,13 +117,12 @@ class Link(threading.Thread):
         Raises:
             RefusedError: the learner refuses this actor.
         """
-        since = time.monotonic()
         with self._changed:
-            self._collecting = False
+            self._collecting, self._idle_since = False, time.monotonic()
             self._changed.wait_for(lambda: self._credits or self._ends or self._plan is not plan)
             self._raise_error()
-            self._idle += time.monotonic() - since
             self.beat = time.monotonic()
+            self._idle, self._idle_since = self._idle + self.beat - self._idle_since, None
             self._collecting = not self._ends and self._plan is plan
             return self._term if self._collecting else None
 
@@ -283,10 +283,11 @@ class Link(threading.Thread):
                 return
 
     def _question(self) -> tuple[dict[str, Any], bytes]:
+        waits = 0.0 if self._idle_since is None else time.monotonic() - self._idle_since
         question = {
             "ready": bool(self._weight_bytes) and not self._leaving,
             "have": [self._plan["epoch"], self._version],
-            "idle_ms": int(1000 * self._idle),
+            "idle_ms": int(1000 * (self._idle + waits)),
             "position": self.position,
         }
         if self._outbox:

@@ -48,8 +48,21 @@ class Place:
     """Number of its last batch in the replay."""
     owed: int = 0
     """Batches that it was asked for."""
+    heard: float | None = None
+    """When it last said how long it was idle, monotonic seconds; ``None`` on a new connection."""
+    said: float = 0.0
+    """What it said: seconds since its process started."""
     idle: float = 0.0
-    """Seconds that it had nothing to do."""
+    """Seconds that the place's actors had nothing to do, of those in :attr:`watched`."""
+    watched: float = 0.0
+    """Seconds between what they said, while they were connected."""
+
+    def hear(self, idle: float, now: float) -> None:
+        """Take note that the actor has been idle for ``idle`` seconds, ``now`` (monotonic)."""
+        if self.heard is not None:
+            self.watched += now - self.heard
+            self.idle += max(0.0, idle - self.said)
+        self.heard, self.said = now, idle
 
 
 class Places:
@@ -81,6 +94,7 @@ class Places:
         self.joins = 0
         self.lost = 0
         """Actors that were cut off, did not take leave."""
+        self._idle_mark, self._idle_share = (0.0, 0.0), 0.0
 
     @property
     def present(self) -> list[Place]:
@@ -113,9 +127,10 @@ class Places:
         if place is None:
             return None, False
         if not own:
-            place.actor, place.committed, place.idle = actor, 0, 0.0
+            place.actor, place.committed = actor, 0
             place.users += 1
         place.name, place.address, place.left = name, address, time.monotonic()
+        place.heard = None
         self.joins += 1
         return place, bool(own)
 
@@ -136,6 +151,19 @@ class Places:
             place.actor = ""
         else:
             self.lost += 1
+
+    def idle_share(self) -> float:
+        """Return the share of the time since the last call that connected actors were idle.
+
+        In [0, 1]; the time of each actor counts up to what it said last. If none has said anything
+        since, the share is the one before, and 0 at first.
+        """
+        (idle_before, watched_before) = self._idle_mark
+        idle, watched = (sum(getattr(p, n) for p in self.all) for n in ("idle", "watched"))
+        if watched > watched_before:
+            self._idle_mark = idle, watched
+            self._idle_share = min(1.0, (idle - idle_before) / (watched - watched_before))
+        return self._idle_share
 
     def bring_back(self, place: Place, owed: int) -> None:
         """Take note that an actor came (back) and still works on ``owed`` batches."""

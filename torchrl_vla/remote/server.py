@@ -63,7 +63,7 @@ class RemoteActors:
     ) -> None:
         self.hub, self._secret = hub, where.secret
         self._to_be_continued = to_be_continued
-        self._started = self._reminded = time.monotonic()
+        self._reminded = time.monotonic()
         self._greeting = threading.Semaphore(_STRANGERS)
         self._threads: set[threading.Thread] = set()
         self._listener: socket = where.socket(rank)
@@ -141,11 +141,12 @@ class RemoteActors:
             return {"positions": [place.position for place in self.hub.places.all]}
 
     def idle_share(self) -> float:
-        """Return the share of the time since the start that present actors had nothing to do."""
+        """Return the share of the time since the last call that present actors waited for work.
+
+        In [0, 1]; see :meth:`torchrl_vla.remote.places.Places.idle_share`.
+        """
         with self.hub.changed:
-            present = self.hub.places.present
-            elapsed = time.monotonic() - self._started
-            return sum(p.idle for p in present) / (elapsed * max(1, len(present)))
+            return self.hub.places.idle_share()
 
     def __enter__(self) -> RemoteActors:
         return self

@@ -140,7 +140,7 @@ class Session:
         with hub.changed:
             # First: a checkpoint may have fewer rows than its positions say, never more.
             place.position = max(place.position, position)
-            place.idle = _number(question, "idle_ms") / 1000
+            place.hear(_number(question, "idle_ms") / 1000, time.monotonic())
         if "seq" not in question:
             return
         number, rows = _number(question, "seq"), self._rows(payload)
