@@ -165,6 +165,22 @@ def test_a_run_that_does_not_fit_is_refused_at_the_start(one: topo.Topology, sma
     assert error.value.errno == errno.ENOSPC
 
 
+def test_a_replay_on_another_disk_needs_its_room_there(
+    one: topo.Topology, small_disk: Path, tmp_path: Path
+):
+    # 4 MB here hold three checkpoints of 1 MB, or 4 MB of replay
+    check_space(small_disk, large(250_000), one, 3_000_000, tmp_path)
+    check_space(tmp_path, large(250_000), one, 4_000_000, small_disk)
+    said = (
+        r"needs 0.005 GB on the disk of .*/disk and .* 0.005 GB for the replays of this machine's "
+        r"ranks and 0 checkpoints of .* another replay\.folder"
+    )
+    with pytest.raises(OSError, match=said):
+        check_space(tmp_path, large(250_000), one, 5_000_000, small_disk)
+    with pytest.raises(OSError, match=r"0.000 GB for the replays .* 2 check.* another run_dir"):
+        check_space(small_disk, large(750_000), one, 3_000_000, tmp_path)
+
+
 def save_and_wait(store: Checkpointer, ranks: topo.Topology, background: bool) -> None:
     store.save(2, large(250_000), topology=ranks, background=background)
     store.wait()

@@ -32,8 +32,10 @@ def run_of(folder: Path, rank: int = 0, ranks: int = 1, deterministic: bool = Fa
     )
 
 
-def folder_of(tmp_path: Path, lanes: int = 1, capacity: int = 60, **settings) -> ReplayFolder:
-    return ReplayFolder(run_of(tmp_path, **settings), POLICY, capacity, lanes, PACE)
+def folder_of(
+    tmp_path: Path, lanes: int = 1, capacity: int = 60, parent: Path | None = None, **settings
+) -> ReplayFolder:
+    return ReplayFolder(run_of(tmp_path, **settings), POLICY, capacity, lanes, PACE, parent)
 
 
 def saved_run(tmp_path: Path, ranks: int = 1, **settings):
@@ -131,3 +133,72 @@ def test_the_layout_is_what_the_policy_writes():
     names = {column.name for column in layout_of(policy, run_of(Path())).columns}
     assert {"vla_action.tokens", "vla_action.log_probs", "vla_action.chunk"} <= names
     assert "state_value" not in names
+
+
+class TestAnotherDisk:
+    @pytest.fixture
+    def disk(self, tmp_path: Path) -> Path:
+        (tmp_path / "disk").mkdir()
+        return tmp_path / "disk"
+
+    def test_a_resumed_run_finds_its_rows_whatever_the_setting_says(self, tmp_path, disk):
+        run = tmp_path / "run"
+        run.mkdir()
+        loaded, counted = saved_run(run, parent=disk)
+        (place,) = disk.iterdir()
+        assert place.name.startswith("run-")
+        assert (place / "replay.json").exists()
+        for parent in (None, disk):
+            buffer, saved = folder_of(run, parent=parent).open(resume=True, loaded=loaded)
+            assert pairs_of(buffer[:]) == counted
+            assert saved is not None
+            assert buffer.storage.folder == place
+            buffer.storage.release()
+        (tmp_path / "third").mkdir()
+        with pytest.raises(ValueError, match=rf"has its rows in {place}; leave replay\.folder"):
+            folder_of(run, parent=tmp_path / "third")
+        assert folder_of(run).planned_bytes() == 0
+
+    def test_runs_that_name_one_folder_do_not_share_rows(self, tmp_path, disk):
+        for name, rank in (("a", 0), ("b", 0), ("b", 1)):
+            (tmp_path / name).mkdir(exist_ok=True)
+            place = folder_of(tmp_path / name, rank=rank, ranks=2, parent=disk)
+            assert place.planned_bytes() > 0
+            assert place.disk == disk
+            buffer, _ = place.open(resume=False, loaded=None)
+            buffer.extend(rows([(8 + rank, 0)]))
+        assert len(list(disk.iterdir())) == 3
+        with pytest.raises(FileExistsError, match="holds the replay of an earlier run"):
+            folder_of(tmp_path / "a", parent=disk).open(resume=False, loaded=None)
+
+    def test_on_a_machine_without_its_rows_a_run_gets_new_ones(self, tmp_path, disk):
+        run = tmp_path / "run"
+        run.mkdir()
+        loaded, _ = saved_run(run, parent=disk)
+        (place,) = disk.iterdir()
+        place.rename(tmp_path / "elsewhere")
+        with pytest.warns(UserWarning, match=f"{place}, where the rows .* with an empty replay"):
+            buffer, saved = folder_of(run, parent=disk).open(resume=True, loaded=loaded)
+        assert (len(buffer), saved) == (0, None)
+        assert buffer.storage.folder.parent == disk
+        assert buffer.storage.folder != place
+
+    def test_rows_of_the_run_folder_stay_there(self, tmp_path, disk):
+        saved_run(tmp_path)
+        with pytest.raises(ValueError, match=r"has its rows in .*/replay/rank-0; leave"):
+            folder_of(tmp_path, parent=disk)
+
+    def test_a_folder_that_is_missing_or_holds_other_things_is_refused(self, tmp_path, disk):
+        with pytest.raises(
+            FileNotFoundError, match=r"replay\.folder is .*/nowhere, and there is no"
+        ):
+            folder_of(tmp_path, parent=tmp_path / "nowhere")
+        run = tmp_path / "run"
+        run.mkdir()
+        loaded, _ = saved_run(run, parent=disk)
+        with pytest.raises(ValueError, match="holds a replay of another layout"):
+            folder_of(run, capacity=61, parent=disk).open(resume=True, loaded=loaded)
+        (place,) = disk.iterdir()
+        (place / "replay.json").unlink()
+        with pytest.raises(FileExistsError, match="is not empty and no replay"):
+            folder_of(run, parent=disk).open(resume=True, loaded=loaded)

@@ -42,9 +42,13 @@ def _tensors(module: nn.Module) -> Iterator[Tensor]:
 
 
 def check_space(
-    folder: Path, state: Mapping[str, Any], topology: Topology, replay_bytes: int = 0
+    folder: Path,
+    state: Mapping[str, Any],
+    topology: Topology,
+    replay_bytes: int = 0,
+    replay_folder: Path | None = None,
 ) -> None:
-    """Refuse a run whose replay and checkpoints would not fit on the disk. Collective.
+    """Refuse a run whose replay and checkpoints would not fit on their disks. Collective.
 
     Ranks on one machine that write to one file system are added up.
 
@@ -53,6 +57,7 @@ def check_space(
         state: what checkpoints will hold.
         topology: the ranks.
         replay_bytes: what this rank's replay is going to take, beyond what it has already.
+        replay_folder: on the disk of the replay, if that is not the run's; it exists.
 
     Raises:
         OSError: ``ENOSPC``.
@@ -60,19 +65,23 @@ def check_space(
 
     def check() -> None:
         one = checkpoint_bytes(state)
-        replays = sum(nbytes for *place, nbytes in everybody if place == mine)
-        needed, free = replays + _CHECKPOINTS * one, shutil.disk_usage(folder).free
-        if needed > free:
-            raise OSError(
-                errno.ENOSPC,
-                f"the run needs {_gb(needed)} on the disk of {folder} and {_gb(free)} are free: "
-                f"{_gb(replays)} for the replays of this machine's ranks and {_CHECKPOINTS} "
-                f"checkpoints of {_gb(one)}. Free some space, lower replay.capacity, or choose "
-                "another run_dir",
-            )
+        for (_, device), path in {replay_disk: replay_folder, run_disk: folder}.items():
+            count = _CHECKPOINTS if device == run_disk[1] else 0
+            setting = "run_dir" if count else "replay.folder"
+            replays = sum(nbytes for *disk, nbytes in everybody if disk == [host, device])
+            needed, free = replays + count * one, shutil.disk_usage(path).free
+            if needed > free:
+                raise OSError(
+                    errno.ENOSPC,
+                    f"the run needs {_gb(needed)} on the disk of {path} and {_gb(free)} are free: "
+                    f"{_gb(replays)} for the replays of this machine's ranks and {count} "
+                    f"checkpoints of {_gb(one)}. Free some space, lower replay.capacity, or choose "
+                    f"another {setting}",
+                )
 
-    mine = [socket.gethostname(), os.stat(folder).st_dev]
-    everybody = topology.gather_objects([*mine, replay_bytes])
+    host, replay_folder = socket.gethostname(), replay_folder or folder
+    run_disk, replay_disk = ((host, os.stat(path).st_dev) for path in (folder, replay_folder))
+    everybody = topology.gather_objects([*replay_disk, replay_bytes])
     topology.together(check)
 
 

@@ -63,6 +63,8 @@ class ReplaySettings(Sampling):
     """Decisions in the replay before the first update."""
     n_steps: int = 1
     """Decisions that an online row looks ahead."""
+    folder: str | None = None
+    """Where the rows are, such as a fast local disk; ``None``: in the run's folder."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -107,8 +109,10 @@ def train(
         "modules": {"policy": policy, "critic": goal.state, "evaluated": evaluated},
         "optimizers": {"learner": (learner.optimizer, [policy, goal.state])},
     }
-    rows = ReplayFolder(run, policy, replay.capacity, actors.num_workers, pace)
-    loaded = run.begin(state, resume, rows.planned_bytes())
+    rows = ReplayFolder(
+        run, policy, replay.capacity, actors.num_workers, pace, parent=replay.folder
+    )
+    loaded = run.begin(state, resume, rows.planned_bytes(), rows.disk)
     if loaded is not None:
         learner.updates = goal.updates = run.counters["updates"]
     buffer, saved = rows.open(resume, loaded)

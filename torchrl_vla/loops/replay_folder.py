@@ -1,12 +1,16 @@
 """The replay of a rank in its run's folder: made anew, or found again where a checkpoint left it.
 
 A checkpoint holds no row. It holds, for every rank, a cursor of a few numbers and the counts that
-pace updates; the rows are in ``replay/rank-R``, which is its own durable copy.
+pace updates; the rows are in ``replay/rank-R``, which is its own durable copy. With
+``replay.folder`` that is a link to a folder of this run's own on another disk, made before the
+rows. So a resumed run finds them whatever its settings say, and several runs can name one disk.
 """
 
 from __future__ import annotations
 
 import math
+import os
+import uuid
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -31,16 +35,53 @@ class ReplayFolder:
         capacity: rows.
         lanes: processes that write.
         pace: of the run; says how far actors run ahead of a checkpoint, if it is deterministic.
+        parent: gets the rows instead of the run's folder.
+
+    Raises:
+        FileNotFoundError: there is no such ``parent``.
+        PermissionError: ``parent`` cannot be written to.
+        ValueError: the run has its rows elsewhere.
     """
 
     def __init__(
-        self, run: Run, policy: nn.Module, capacity: int, lanes: int, pace: PaceSettings
+        self,
+        run: Run,
+        policy: nn.Module,
+        capacity: int,
+        lanes: int,
+        pace: PaceSettings,
+        parent: Path | str | None = None,
     ) -> None:
         self.run, self.capacity, self.lanes = run, capacity, lanes
         self.path: Path = run.folder / "replay" / f"rank-{run.topology.rank}"
+        self.parent = None if parent is None else Path(parent).absolute()
+        self._check_parent()
         self.layout = layout_of(policy, run)
         rows = -(-capacity // lanes)
         self.spare = _spare_for_cursor(run, pace, rows) if run.deterministic else None
+
+    @property
+    def disk(self) -> Path:
+        """A folder that exists on the disk that the rows are on, or are going to be on."""
+        return self.path if self.path.exists() else self.parent or self.run.folder
+
+    def _check_parent(self) -> None:
+        if self.parent is None:
+            return
+        if not self.parent.is_dir():
+            raise FileNotFoundError(
+                f"replay.folder is {self.parent}, and there is no such folder on this machine; "
+                "make it, or name another"
+            )
+        if not os.access(self.parent, os.W_OK | os.X_OK):
+            raise PermissionError(
+                f"replay.folder is {self.parent}, which this process may not write to"
+            )
+        if self.path.exists() and self.path.resolve().parent != self.parent.resolve():
+            raise ValueError(
+                f"replay.folder is {self.parent}, and this run has its rows in "
+                f"{self.path.resolve()}; leave replay.folder away, the run finds them"
+            )
 
     def planned_bytes(self) -> int:
         """Return what the replay is going to take on the disk, beyond what it has."""
@@ -69,7 +110,7 @@ class ReplayFolder:
         saved, existing = self._saved(loaded), "empty" if resume else "refuse"
         cursor = None if saved is None else saved["cursor"]
         buffer = make_replay(
-            self.path,
+            self._place(),
             self.capacity,
             self.layout,
             lanes=self.lanes,
@@ -86,6 +127,16 @@ class ReplayFolder:
             )
         return buffer, saved
 
+    def _place(self) -> Path:
+        """Return the folder of the rows, which is not there yet if the run has none."""
+        if not self.path.exists():
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.path.unlink(missing_ok=True)  # a link to what is gone
+            if self.parent is not None:
+                name = f"{self.run.folder.name}-{uuid.uuid4().hex[:8]}-{self.path.name}"
+                self.path.symlink_to(self.parent / name)
+        return self.path.resolve()
+
     def _saved(self, loaded: Mapping[str, Any] | None) -> dict[str, Any] | None:
         if loaded is None:
             return None
@@ -100,7 +151,7 @@ class ReplayFolder:
         if rank >= len(ranks):
             return None
         if not self.path.exists():
-            lost = f"{self.path}, where the rows of this run were, is not there"
+            lost = f"{self.path.resolve()}, where the rows of this run were, is not there"
             if self.run.deterministic:
                 raise RuntimeError(f"{lost}: a deterministic run cannot go on without them")
             warnings.warn(f"{lost}: the run goes on with an empty replay", stacklevel=3)

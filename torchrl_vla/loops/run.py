@@ -291,7 +291,11 @@ class Run:
         return path
 
     def begin(
-        self, state: Mapping[str, Any], resume: bool, replay_bytes: int = 0
+        self,
+        state: Mapping[str, Any],
+        resume: bool,
+        replay_bytes: int = 0,
+        replay_folder: Path | None = None,
     ) -> dict[str, Any] | None:
         """Check that the disk has room, and :meth:`resume` if that is wanted; collective.
 
@@ -299,8 +303,9 @@ class Run:
             state: what checkpoints hold.
             resume: go on from the last complete checkpoint if there is one.
             replay_bytes: what this rank's replay is going to take on the disk.
+            replay_folder: on that disk, if it is not the run's.
         """
-        check_space(self.folder, state, self.topology, replay_bytes)
+        check_space(self.folder, state, self.topology, replay_bytes, replay_folder)
         return self.resume(state) if resume else None
 
     def resume(self, state: Mapping[str, Any]) -> dict[str, Any] | None:
