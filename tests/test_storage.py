@@ -9,7 +9,7 @@ import torch
 from faults.storage_rows import LAYOUT, Stream, assert_whole, length, pairs_of, rows
 
 from torchrl_vla import schema
-from torchrl_vla.storage import lane as lane_module
+from torchrl_vla.storage import locks
 from torchrl_vla.storage.finder import RowGoneError
 from torchrl_vla.storage.journal import JournalStorage
 from torchrl_vla.storage.lane import ALLOCATED, COMMITTED
@@ -414,7 +414,7 @@ def test_no_reader_ever_sees_a_torn_row(tmp_path):
 def test_a_process_that_writes_keeps_others_from_opening(tmp_path, monkeypatch):
     storage = make(tmp_path)
     storage.append(rows([(0, 0)]))
-    monkeypatch.setattr(lane_module, "DYING_SECONDS", 0.2)
+    monkeypatch.setattr(locks, "DYING_SECONDS", 0.2)
     with pytest.raises(RuntimeError, match=r"lane 0 of .* is being written by process \d+"):
         JournalStorage(storage.folder, 40, LAYOUT, existing="reuse")
 

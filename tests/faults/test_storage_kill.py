@@ -13,28 +13,31 @@ import struct
 import sys
 import time
 
+import pytest
 import torch
-from storage_rows import LAYOUT, Stream, assert_whole, pairs_of, rows
+from storage_rows import LAYOUT, PACKED, Stream, assert_whole, pairs_of, rows
 
 from torchrl_vla import schema
 from torchrl_vla.storage.buffer import JournalReplayBuffer, PrioritizedRows
 from torchrl_vla.storage.finder import RowGoneError
 from torchrl_vla.storage.journal import JournalStorage
 from torchrl_vla.storage.lane import LaneWriter
+from torchrl_vla.storage.packing import PackWriter
 
 KILLS = int(os.environ.get("STORAGE_KILLS", "10"))
 CAPACITY, SPARE = 60, 40
 MILLION = 10**6
+both_layouts = pytest.mark.parametrize("layout", [LAYOUT, PACKED], ids=["plain", "packed"])
 
 
 def stream_of(kill):
     return Stream(kill, first_episode=kill * MILLION, missing=0.1)
 
 
-def write(folder, kill, report):
+def write(folder, kill, report, layout):
     """Append for ever; after each call, say how many rows it has committed."""
     torch.set_num_threads(1)
-    storage = JournalStorage.attached(folder, LAYOUT)
+    storage = JournalStorage.attached(folder, layout)
     stream, count = stream_of(kill), 0
     while True:
         batch = rows(stream.batch())
@@ -43,10 +46,12 @@ def write(folder, kill, report):
         os.write(report, struct.pack("q", count))
 
 
-def kill_while_writing(folder, kill, delay):
+def kill_while_writing(folder, kill, delay, layout):
     """Return what the writer reported before it died of SIGKILL."""
     reader, writer = os.pipe()
-    process = multiprocessing.get_context("fork").Process(target=write, args=(folder, kill, writer))
+    process = multiprocessing.get_context("fork").Process(
+        target=write, args=(folder, kill, writer, layout)
+    )
     process.start()
     os.close(writer)
     first = os.read(reader, 8)  # it is at work
@@ -70,19 +75,20 @@ def written_by(kill, count):
     return pairs, ends
 
 
-def test_every_committed_row_is_found_after_a_kill_and_no_other(tmp_path):
+@both_layouts
+def test_every_committed_row_is_found_after_a_kill_and_no_other(tmp_path, layout):
     folder = tmp_path / "replay"
-    storage = JournalStorage(folder, CAPACITY, LAYOUT, spare=SPARE)
+    storage = JournalStorage(folder, CAPACITY, layout, spare=SPARE)
     # what the parent reads at the same time must be whole as well
-    watching = JournalStorage.attached(folder, LAYOUT)
+    watching = JournalStorage.attached(folder, layout)
     generator, known, total, in_flight = random.Random(0), [], 0, 0
     for kill in range(KILLS):
-        reported = kill_while_writing(folder, kill, generator.uniform(0.0, 0.05))[-1]
+        reported = kill_while_writing(folder, kill, generator.uniform(0.0, 0.05), layout)[-1]
         try:
             assert_whole(watching[watching.draw(16)])
         except RowGoneError as error:  # a draw from before the recovery may be refused, never torn
             raise AssertionError("the writer is dead; its committed rows are there") from error
-        storage = JournalStorage(folder, CAPACITY, LAYOUT, spare=SPARE, existing="reuse")
+        storage = JournalStorage(folder, CAPACITY, layout, spare=SPARE, existing="reuse")
         new = storage.write_count - total
         pairs, ends = written_by(kill, max(new, reported))
         # everything reported is there, and at most one call more (it died before it could say so)
@@ -108,7 +114,12 @@ def test_every_committed_row_is_found_after_a_kill_and_no_other(tmp_path):
 
 
 class AtLine:
-    """Calls ``act`` before line ``number`` of the next :meth:`LaneWriter.append` runs."""
+    """Calls ``act`` before line ``number`` of the next :meth:`LaneWriter.append` runs.
+
+    Those of the packed pictures' stores count too.
+    """
+
+    CODES = (LaneWriter.append.__code__, PackWriter.write.__code__)
 
     def __init__(self, number, act):
         self.number, self.act, self.lines = number, act, 0
@@ -121,7 +132,7 @@ class AtLine:
         sys.settrace(None)
 
     def enter(self, frame, event, _):
-        return self.count if frame.f_code is LaneWriter.append.__code__ else None
+        return self.count if frame.f_code in self.CODES else None
 
     def count(self, frame, event, _):
         if event == "line":
@@ -131,8 +142,8 @@ class AtLine:
         return self.count
 
 
-def die_at_line(folder, batches, number):
-    storage = JournalStorage.attached(folder, LAYOUT)
+def die_at_line(folder, batches, number, layout):
+    storage = JournalStorage.attached(folder, layout)
     for batch in batches[:-1]:
         storage.append(rows(batch))
     data = rows(batches[-1])
@@ -144,8 +155,9 @@ def interrupt():
     raise KeyboardInterrupt
 
 
-def test_an_interrupt_before_any_line_of_the_commit(tmp_path):
-    storage = JournalStorage(tmp_path / "replay", CAPACITY, LAYOUT, spare=SPARE)
+@both_layouts
+def test_an_interrupt_before_any_line_of_the_commit(tmp_path, layout):
+    storage = JournalStorage(tmp_path / "replay", CAPACITY, layout, spare=SPARE)
     stream, written = Stream(3), []
     for number in itertools.count(1):
         batch = stream.batch(3)
@@ -170,7 +182,8 @@ def test_an_interrupt_before_any_line_of_the_commit(tmp_path):
     assert len(storage) == CAPACITY
 
 
-def test_a_kill_before_any_line_of_the_commit(tmp_path):
+@both_layouts
+def test_a_kill_before_any_line_of_the_commit(tmp_path, layout):
     """The ring is full, so the dying call overwrites; its rows are there all or not at all."""
     stream = Stream(7, missing=0.1)
     batches = [stream.batch(3) for _ in range(12)]
@@ -178,18 +191,18 @@ def test_a_kill_before_any_line_of_the_commit(tmp_path):
     outcomes = []
     for number in itertools.count(1):
         folder = tmp_path / str(number)
-        JournalStorage(folder, CAPACITY, LAYOUT, spare=SPARE)
+        JournalStorage(folder, CAPACITY, layout, spare=SPARE)
         process = multiprocessing.get_context("fork").Process(
-            target=die_at_line, args=(folder, batches, number)
+            target=die_at_line, args=(folder, batches, number, layout)
         )
         process.start()
         process.join()
         if process.exitcode == 0:  # the call has fewer lines
             break
         assert process.exitcode == -signal.SIGKILL
-        unrecovered = JournalStorage.attached(folder, LAYOUT)
+        unrecovered = JournalStorage.attached(folder, layout)
         assert_whole(unrecovered[unrecovered.draw(64)])
-        storage = JournalStorage(folder, CAPACITY, LAYOUT, spare=SPARE, existing="reuse")
+        storage = JournalStorage(folder, CAPACITY, layout, spare=SPARE, existing="reuse")
         found, written = storage[:], before + batches[-1]
         assert_whole(found)
         outcomes.append(storage.write_count == len(written))

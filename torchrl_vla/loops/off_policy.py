@@ -65,6 +65,9 @@ class ReplaySettings(Sampling):
     """Decisions that an online row looks ahead."""
     folder: str | None = None
     """Where the rows are, such as a fast local disk; ``None``: in the run's folder."""
+    compress_to: float | None = None
+    """Share of their size for which the disk has room for pictures, which are packed without loss;
+    ``None``: as they are."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -109,9 +112,8 @@ def train(
         "modules": {"policy": policy, "critic": goal.state, "evaluated": evaluated},
         "optimizers": {"learner": (learner.optimizer, [policy, goal.state])},
     }
-    rows = ReplayFolder(
-        run, policy, replay.capacity, actors.num_workers, pace, parent=replay.folder
-    )
+    place = {"parent": replay.folder, "compress_to": replay.compress_to}
+    rows = ReplayFolder(run, policy, replay.capacity, actors.num_workers, pace, **place)
     loaded = run.begin(state, resume, rows.planned_bytes(), rows.disk)
     if loaded is not None:
         learner.updates = goal.updates = run.counters["updates"]

@@ -13,6 +13,7 @@ import os
 import uuid
 import warnings
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,11 +37,12 @@ class ReplayFolder:
         lanes: processes that write.
         pace: of the run; says how far actors run ahead of a checkpoint, if it is deterministic.
         parent: gets the rows instead of the run's folder.
+        compress_to: see :class:`torchrl_vla.storage.layout.Layout`.
 
     Raises:
         FileNotFoundError: there is no such ``parent``.
         PermissionError: ``parent`` cannot be written to.
-        ValueError: the run has its rows elsewhere.
+        ValueError: the run has its rows elsewhere, or ``compress_to`` is out of its range.
     """
 
     def __init__(
@@ -51,12 +53,13 @@ class ReplayFolder:
         lanes: int,
         pace: PaceSettings,
         parent: Path | str | None = None,
+        compress_to: float | None = None,
     ) -> None:
         self.run, self.capacity, self.lanes = run, capacity, lanes
         self.path: Path = run.folder / "replay" / f"rank-{run.topology.rank}"
         self.parent = None if parent is None else Path(parent).absolute()
         self._check_parent()
-        self.layout = layout_of(policy, run)
+        self.layout = replace(layout_of(policy, run), compress_to=compress_to)
         rows = -(-capacity // lanes)
         self.spare = _spare_for_cursor(run, pace, rows) if run.deterministic else None
 

@@ -35,18 +35,16 @@ from torchrl_vla.storage.lane import (
     SYNCED,
     LaneWriter,
     Rings,
-    claim,
-    nobody_writing,
 )
 from torchrl_vla.storage.layout import (
     Layout,
     Sizes,
     as_path,
-    map_files,
     open_folder,
     read_description,
-    unmap_pages,
 )
+from torchrl_vla.storage.locks import claim, nobody_writing
+from torchrl_vla.storage.maps import map_files, unmap_pages
 from torchrl_vla.storage.outputs import Outputs
 
 _START = {"committed": 0, "allocated": 0, "evicted": 0}
@@ -231,8 +229,9 @@ class JournalStorage(RowFinder, Storage):
 
         For whoever reads or writes each observation once. They come back when they are read again.
         """
-        for column in self.layout.observations:
-            unmap_pages(self.rings.files[column.name])
+        for name in (*(column.name for column in self.layout.plain), "pack"):
+            if name in self.rings.files:
+                unmap_pages(self.rings.files[name])
 
     def _own_lane(self) -> LaneWriter:
         if self._writer is not None:
@@ -258,6 +257,7 @@ class JournalStorage(RowFinder, Storage):
 
         Raises:
             RowGoneError: a place holds no row (any more).
+            RuntimeError: a packed picture is damaged.
         """
         if isinstance(index, int | np.integer):
             return self.get([index])[0]
@@ -267,15 +267,33 @@ class JournalStorage(RowFinder, Storage):
         at, rings = places.numpy(), self.rings
         commits, then = self._begin(at)
         out = self.columns(places, [column.key for column in self.layout.columns])
-        for column in self.layout.observations:
+        for column in self.layout.plain:
             width = math.prod(column.shape)  # flat rows copy faster
             source = rings.files[column.name].view(self.max_size, width)
             for key, where in ((column.key, places), (("next", *column.key), then)):
                 value = self._outputs.take(len(places), column)
                 torch.index_select(source, 0, where, out=value.view(len(places), width))
                 out.set(key, value)
+        broken = self._unpack(out, np.concatenate([at, then.numpy()]))
         self._end(at, commits, then.numpy())
+        if broken:
+            raise RuntimeError(
+                f"{len(broken)} packed pictures of {self.folder} are damaged, such as that of "
+                f"place {broken[0]}; open the replay with verify=True, which gives up such rows"
+            )
         return out
+
+    def _unpack(self, out: TensorDict, places: np.ndarray) -> list[int]:
+        """Add the packed observations of rows and of their ``next``; returns what is broken."""
+        packs, both = self.rings.packs, {}
+        if packs is None:
+            return []
+        for column in self.layout.packed:
+            value = self._outputs.take(len(places), column)
+            both[column.key] = value.view(len(places), column.nbytes).numpy()
+            out.set(column.key, value[: len(out)])
+            out.set(("next", *column.key), value[len(out) :])
+        return packs.read(places, both)
 
     def _begin(self, at: np.ndarray) -> tuple[np.ndarray, Tensor]:
         if len(at) and (at.min() < 0 or at.max() >= self.max_size):

@@ -20,25 +20,19 @@ any order; for that, rows and observations carry checksums.
 
 from __future__ import annotations
 
-import fcntl
-import os
-import time
 import zlib
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Mapping
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from torchrl_vla.storage.layout import HEADER, Layout, Sizes, lock_path
+from torchrl_vla.storage.layout import HEADER, Layout, Sizes
+from torchrl_vla.storage.packing import Packed, Packs, PackWriter
 
 COMMITTED, ALLOCATED, EVICTED, SYNCED, PID = range(len(HEADER))
 Rows = Mapping[tuple[str, ...], Tensor]
 """Leaves ``[M, ...]`` of transitions, by key."""
-DYING_SECONDS = 10.0
-"""How long a writer that was killed may still hold its lock: until its memory is given back."""
 _ROW_IDENTITY = ("commit", "stamp", "next_slot", "next_stamp")
 
 
@@ -53,6 +47,7 @@ class Rings:
         self.next_stamp = files["next_stamp"].numpy()
         self.log = files["log"].numpy()
         self.priority = files["priority"].numpy()
+        self.packs = Packs(files, layout, sizes) if layout.packed else None
         self._bytes = {
             c.name: files[c.name].view(sizes.places, -1).view(torch.uint8).numpy()
             for c in layout.stored
@@ -90,15 +85,23 @@ class Rings:
         return int(self.next_stamp[at]) + 1
 
     def observation_crcs(self, index: np.ndarray) -> np.ndarray:
-        """Return the checksum of each observation as it is in the files now."""
-        once = [self._bytes[c.name] for c in self.layout.observations]
+        """Return the checksum of each observation as it is in the files now, packed or not."""
+        once = [self._bytes[c.name] for c in self.layout.plain]
         out = np.zeros(len(index), np.int64)
         for k, i in enumerate(index):
             crc = 0
             for data in once:
                 crc = zlib.crc32(data[i], crc)
-            out[k] = crc
+            out[k] = crc if self.packs is None else zlib.crc32(self.packs.part(i), crc)
         return out
+
+    def observation(self, place: int) -> dict[tuple[str, ...], np.ndarray] | None:
+        """Return the bytes of every observation of a place; ``None`` if they cannot be unpacked."""
+        found = {c.key: self._bytes[c.name][place] for c in self.layout.plain}
+        if self.packs is None:
+            return found
+        raw = self.packs.unpack(place)
+        return None if raw is None else found | self.packs.split(raw)
 
     def row_crcs(self, index: np.ndarray) -> np.ndarray:
         """Return the checksum of each row's columns, place and commit number."""
@@ -171,70 +174,6 @@ class Rings:
         return good & (self.stamp[following % self.sizes.places] == self.next_stamp[index])
 
 
-def claim(folder: Path, rings: Rings, wanted: int | None = None) -> tuple[int, int]:
-    """Take a lane that no living process writes; returns it and the descriptor of its lock.
-
-    The kernel gives the lock back when the process ends, however it ends.
-
-    Args:
-        folder: of the replay.
-        rings: its files.
-        wanted: this lane and no other; any free one if ``None``.
-
-    Raises:
-        RuntimeError: every lane (or the wanted one) has a living writer.
-    """
-    for lane in range(rings.sizes.lanes) if wanted is None else (wanted,):
-        lock = os.open(lock_path(folder, lane), os.O_RDWR)
-        if not _locked(lock):
-            os.close(lock)
-            continue
-        rings.header[lane, PID] = os.getpid()
-        return lane, lock
-    if wanted is not None:
-        raise RuntimeError(
-            f"lane {wanted} of {folder} is written by process {int(rings.header[wanted, PID])}, "
-            "which is alive; end it first"
-        )
-    raise RuntimeError(
-        f"all {rings.sizes.lanes} lanes of {folder} have a living writer (pids "
-        f"{rings.header[:, PID].tolist()}); make the replay with one lane per writing process"
-    )
-
-
-@contextmanager
-def nobody_writing(folder: Path, rings: Rings) -> Iterator[None]:
-    """Hold the locks of all lanes meanwhile.
-
-    Raises:
-        RuntimeError: a living process writes one of them.
-    """
-    locks: list[int] = []
-    until = time.monotonic() + DYING_SECONDS
-    try:
-        for lane in range(rings.sizes.lanes):
-            locks.append(os.open(lock_path(folder, lane), os.O_RDWR))
-            while not _locked(locks[-1]):
-                if time.monotonic() > until:
-                    raise RuntimeError(
-                        f"lane {lane} of {folder} is being written by process "
-                        f"{int(rings.header[lane, PID])}; end it before this replay is opened"
-                    )
-                time.sleep(0.05)
-        yield
-    finally:
-        for lock in locks:
-            os.close(lock)
-
-
-def _locked(lock: int) -> bool:
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
-
-
 class LaneWriter:
     """Appends rows to one lane. The only writer of its region."""
 
@@ -244,13 +183,18 @@ class LaneWriter:
         self.header = rings.header[lane]
         self.margin = max(2, (rings.sizes.slots - rings.sizes.rows) // 2)
         rings.recover(lane)
+        self.packer = None
+        if rings.packs is not None:
+            stamps = rings.stamp[rings.region(lane)]
+            self.packer = PackWriter(rings.packs, lane, int(self.header[ALLOCATED]), stamps)
         self.ends = self._open_ends()
         """By open episode: its next decision, and the stamp of the observation waiting there."""
 
     @property
     def most_rows(self) -> int:
         """Rows to give to one :meth:`append`, so that it takes at most the margin."""
-        return self.margin // 2
+        most = self.margin // 2
+        return most if self.packer is None else min(most, self.packer.most_rows)
 
     def append(self, rows: Rows) -> Tensor:
         """Write and commit ``rows [M]``, ``M`` at most :attr:`most_rows`; returns their indices.
@@ -261,21 +205,27 @@ class LaneWriter:
         start, commits = int(self.header[ALLOCATED]), int(self.header[COMMITTED])
         root, following, owned, ends = self._place(rows, start)
         fresh = np.arange(start, int(following[-1]) + 1)
-        taken, at, then = (self.base + stamps % self.slots for stamps in (fresh, root, following))
+        places, at, then = (self.base + stamps % self.slots for stamps in (fresh, root, following))
         rings, files = self.rings, self.rings.files
+        own = torch.from_numpy(np.flatnonzero(owned))
+        packed, taken = None, places
+        if self.packer is not None:
+            packed = self.packer.pack(self._pictures(rows, root - start, following - start, own))
+            taken = np.concatenate([places, self._overwritten(packed, start, commits + count)])
 
         self.header[EVICTED] = max(int(self.header[EVICTED]), int(rings.commit[taken].max()))
         rings.commit[taken] = 0
         rings.stamp[taken] = -1
 
-        own = torch.from_numpy(np.flatnonzero(owned))
         at_index, then_index = torch.from_numpy(at), torch.from_numpy(then)
-        for column in rings.layout.observations:
+        for column in rings.layout.plain:
             target, value = files[column.name], rows[column.key]
             target.index_copy_(0, then_index, rows["next", *column.key])
             target.index_copy_(0, at_index[own], value if len(own) == count else value[own])
-        files["observation_crc"].numpy()[taken] = rings.observation_crcs(taken)
-        rings.stamp[taken] = fresh
+        if packed is not None:
+            self.packer.write(places, packed)
+        files["observation_crc"].numpy()[places] = rings.observation_crcs(places)
+        rings.stamp[places] = fresh
         for column in rings.layout.columns:
             files[column.name].index_copy_(0, at_index, rows[column.key])
         rings.next_slot[at], rings.next_stamp[at] = then, following
@@ -289,6 +239,26 @@ class LaneWriter:
         self.header[COMMITTED] = commits + count
         self._note(ends)
         return at_index
+
+    def _pictures(
+        self, rows: Rows, root: np.ndarray, following: np.ndarray, own: Tensor
+    ) -> np.ndarray:
+        """Return the pictures to be packed, uint8 ``[F, width]`` in the order of their stamps."""
+        raw = np.empty((int(following[-1]) + 1, self.rings.packs.width), np.uint8)
+        for key, part in self.rings.packs.split(raw).items():
+            part[following] = rows["next", *key].flatten(1).numpy()
+            part[root[own.numpy()]] = rows[key][own].flatten(1).numpy()
+        return raw
+
+    def _overwritten(self, packed: Packed, start: int, committed: int) -> np.ndarray:
+        """Return the places whose pictures make room; warns if rows are lost that were wanted."""
+        rings = self.rings
+        places = self.packer.overwritten(packed, start)
+        if len(places):
+            left, wanted = committed - int(rings.commit[places].max()), rings.sizes.rows
+            if left < min(wanted, committed):
+                self.packer.warn_of_loss(left, wanted, packed)
+        return places
 
     def _place(
         self, rows: Rows, start: int
@@ -311,7 +281,7 @@ class LaneWriter:
         stamp = start
         for i, name in enumerate(episode):
             end = changed.get(name, self.ends.get(name))
-            if end is not None and end[0] == decision[i] and end[1] >= start - self.margin:
+            if end is not None and end[0] == decision[i] and self._waits(end[1], start, len(done)):
                 j = writer_of.get(end[1])
                 same = follows[i] if i and j == i - 1 else self._same(rows, i, end[1], j)
                 owned[i] = not same
@@ -332,16 +302,22 @@ class LaneWriter:
             same &= (root[1:] == following[:-1]).unsqueeze(-1).flatten(1).all(1)
         return [False, *same.tolist()]
 
+    def _waits(self, stamp: int, start: int, rows: int) -> bool:
+        """Whether the observation of ``stamp`` is still there after a commit of ``rows``."""
+        if stamp >= start or self.packer is None:
+            return stamp >= start - self.margin
+        return stamp >= start - self.margin and self.packer.stays(stamp, rows)
+
     def _same(self, rows: Rows, i: int, stamp: int, writer: int | None) -> bool:
         """Whether row ``i`` starts from the observation that has ``stamp``."""
-        for column in self.rings.layout.observations:
-            if writer is None:
-                waiting = self.rings.files[column.name][self.base + stamp % self.slots]
-            else:
-                waiting = rows["next", *column.key][writer]
-            if not torch.equal(waiting, rows[column.key][i]):
-                return False
-        return True
+        once = self.rings.layout.observations
+        if writer is not None:
+            return all(torch.equal(rows["next", *c.key][writer], rows[c.key][i]) for c in once)
+        waiting = self.rings.observation(self.base + stamp % self.slots)
+        return waiting is not None and all(
+            np.array_equal(waiting[c.key], rows[c.key][i].reshape(-1).view(torch.uint8))
+            for c in once
+        )
 
     def _note(self, changed: dict[int, tuple[int, int] | None]) -> None:
         for name, end in changed.items():

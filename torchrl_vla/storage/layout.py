@@ -1,13 +1,13 @@
 """What one row of a replay folder is made of, the files that hold it, and who may open them.
 
 A folder holds one raw file per key, each ``[lanes * slots, ...]``, and ``replay.json``, which
-names their shapes. Files get their disk blocks when they are created: a disk that fills up later
-cannot kill a process that writes through a memory map.
+names their shapes; packed pictures are in one ring of bytes per lane instead. Files get their disk
+blocks when they are created: a disk that fills up later cannot kill a process that writes through a
+memory map.
 """
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import json
 import math
@@ -65,6 +65,10 @@ BOOKKEEPING = (
     Column(("priority",), (), torch.float32),
 )
 """Per slot: see :mod:`torchrl_vla.storage.lane`, which writes them."""
+PACKING = (Column(("pack_start",), (), torch.int64), Column(("pack_length",), (), torch.int64))
+"""Per slot, if pictures are packed: see :mod:`torchrl_vla.storage.packing`."""
+_LEAST_PACKED = 8
+"""Observations for which a ring of packed ones has room at least."""
 HEADER = ("committed", "allocated", "evicted", "synced", "pid")
 """Per lane: counts, each one aligned 8-byte word. Commit numbers and stamps start at 1 and 0."""
 
@@ -87,6 +91,17 @@ class Layout:
     decision: tuple[str, ...]
     """Integer key that counts them: 0, 1, ..."""
     done: tuple[str, ...]
+    compress_to: float | None = None
+    """Share of their size for which the disk has room for uint8 observations, which are packed
+    without loss; ``None``: as they are."""
+
+    def __post_init__(self) -> None:
+        share = self.compress_to
+        if share is not None and not 0 < share <= 1:
+            raise ValueError(f"compress_to is {share}; it must be above 0 and at most 1")
+        if share is not None and not self.packed:
+            names = [str(c) for c in self.observations]
+            raise ValueError(f"compress_to is {share}, and no observation of {names} is uint8")
 
     @classmethod
     def like(
@@ -118,7 +133,7 @@ class Layout:
         def column(key: tuple[str, ...]) -> Column:
             return Column(key, tuple(leaves[key].shape[1:]), leaves[key].dtype)
 
-        reserved = {c.key for c in BOOKKEEPING} | {("header",)}
+        reserved = {c.key for c in (*BOOKKEEPING, *PACKING)} | {("header",), ("pack",)}
         if reserved & set(leaves):
             names = sorted(reserved & set(leaves))
             raise ValueError(f"keys {names} are names of the replay's own files; rename them")
@@ -129,17 +144,39 @@ class Layout:
         """Return dtype and shape by key, as ``replay.json`` records them."""
         once = {column.name: f"{column} once" for column in self.observations}
         marks = {f"({n})": ".".join(getattr(self, n)) for n in ("episode", "decision", "done")}
+        if self.compress_to is not None:
+            marks["(compress_to)"] = f"{self.compress_to} zlib"
         return once | {column.name: str(column) for column in self.columns} | marks
 
     @property
     def stored(self) -> tuple[Column, ...]:
         """Every file with one entry per slot."""
-        return (*self.observations, *self.columns, *BOOKKEEPING)
+        packing = PACKING if self.packed else ()
+        return (*self.plain, *self.columns, *BOOKKEEPING, *packing)
+
+    @property
+    def packed(self) -> tuple[Column, ...]:
+        """Observations that are stored packed."""
+        if self.compress_to is None:
+            return ()
+        return tuple(c for c in self.observations if c.dtype == torch.uint8)
+
+    @property
+    def plain(self) -> tuple[Column, ...]:
+        """Observations that are stored as they are."""
+        return tuple(c for c in self.observations if c not in self.packed)
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes on disk per slot."""
+        """Bytes on disk per slot, without packed pictures."""
         return sum(column.nbytes for column in self.stored)
+
+    def packed_bytes(self, slots: int) -> int:
+        """Return the bytes on disk of the packed pictures of a lane of ``slots``."""
+        if not self.packed:
+            return 0
+        width = sum(column.nbytes for column in self.packed)
+        return width * max(_LEAST_PACKED, math.ceil(self.compress_to * slots))
 
     def check(self, rows: TensorDictBase) -> dict[tuple[str, ...], Tensor]:
         """Return the leaves of ``rows [M]``, which has exactly these keys, shapes and dtypes.
@@ -273,37 +310,6 @@ def open_folder(folder: Path, layout: Layout, sizes: Sizes, existing: str) -> st
     return _create(folder, layout, sizes)
 
 
-def map_files(folder: Path, layout: Layout, sizes: Sizes) -> dict[str, Tensor]:
-    """Return every file of a replay as a tensor shared with all other processes that map it."""
-    shapes = {c.name: ((sizes.places, *c.shape), c.dtype) for c in layout.stored}
-    shapes["header"] = ((sizes.lanes, len(HEADER)), torch.int64)
-    return {
-        name: torch.from_file(
-            str(folder / f"{name}.bin"), shared=True, size=math.prod(shape), dtype=dtype
-        ).view(shape)
-        for name, (shape, dtype) in shapes.items()
-    }
-
-
-def unmap_pages(mapped: Tensor) -> None:
-    """Give back the memory that this process has touched of a mapped file; the file keeps it.
-
-    Resident memory counts such pages once per process, so without it the processes of a run seem to
-    grow by everything they ever wrote or read.
-
-    Args:
-        mapped: all of a tensor of :func:`map_files`.
-
-    Raises:
-        OSError: ``madvise`` refused.
-    """
-    dont_need = 4  # MADV_DONTNEED; of a shared mapping only the mapping goes
-    libc = ctypes.CDLL(None, use_errno=True)
-    address, size = ctypes.c_void_p(mapped.data_ptr()), ctypes.c_size_t(mapped.nbytes)
-    if libc.madvise(address, size, dont_need):
-        raise OSError(ctypes.get_errno(), "madvise failed on a mapped file of the replay")
-
-
 def read_description(folder: Path) -> dict[str, object]:
     """Return what ``replay.json`` says.
 
@@ -323,7 +329,10 @@ def lock_path(folder: Path, lane: int) -> Path:
 
 def _file_sizes(layout: Layout, sizes: Sizes) -> dict[str, int]:
     files = {f"{c.name}.bin": c.nbytes * sizes.places for c in layout.stored}
-    return files | {"header.bin": sizes.lanes * len(HEADER) * 8}
+    files["header.bin"] = sizes.lanes * len(HEADER) * 8
+    if layout.packed:
+        files["pack.bin"] = sizes.lanes * layout.packed_bytes(sizes.slots)
+    return files
 
 
 def _check_access(folder: Path) -> None:
