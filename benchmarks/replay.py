@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import mmap
 import os
 import resource
 import shutil
@@ -219,6 +220,25 @@ def bare(storage: JournalStorage) -> SimpleNamespace:
     return SimpleNamespace(sample=sample)
 
 
+def finding(storage: JournalStorage) -> SimpleNamespace:
+    """Return what finds rows and their ``next`` as a draw does, and reads nothing of them."""
+
+    def sample() -> None:
+        index = storage.draw(BATCH)
+        storage.holds(index, torch.from_numpy(storage.rings.commit[index.numpy()]))
+        storage.following(index)
+
+    return SimpleNamespace(sample=sample)
+
+
+def touch(storage: JournalStorage) -> None:
+    """Look at every page of the pictures once, as a learner has after a while.
+
+    Before that a draw pays for page faults, once per page and process, however it is made.
+    """
+    storage.rings.files["observation.image"].view(-1)[:: mmap.PAGESIZE].sum()
+
+
 def flat(args: argparse.Namespace) -> None:
     """Cost of a draw by the number of rows; everything in the page cache."""
     rows, conditions = Rows.of(2, args.flat_size, args.decisions), machine()
@@ -227,19 +247,31 @@ def flat(args: argparse.Namespace) -> None:
         for count in args.flat_rows:
             replay = journal(folder / f"{count}", count, rows)
             written = fill(replay, rows, count, at_once=512)
-            print(f"  {count:,} rows written at {written:,.0f} rows/s", flush=True)
+            first = sampling(replay, args.draws)()
+            print(
+                f"  {count:,} rows written at {written:,.0f} rows/s; with pages that are new to "
+                f"the process: {first['rows/cpu-s']:,.0f} rows/cpu-s, "
+                f"{first['faults/batch']:.0f} faults per batch",
+                flush=True,
+            )
+            touch(replay.storage)
             variants[f"{count:,} rows"] = sampling(replay, args.draws)
             variants[f"{count:,} rows, bare copy"] = sampling(bare(replay.storage), args.draws)
+            variants[f"{count:,} rows, found only"] = sampling(finding(replay.storage), args.draws)
         samples = take_turns(variants, args.turns)
-    first, *others = variants
+    first, *larger = [f"{count:,} rows" for count in args.flat_rows]
+    kinds = ("", ", bare copy", ", found only")
     report(
         f"Draws by number of rows, two cameras of {args.flat_size} px, page cache warm",
         samples,
-        [Ratio(name, name, [first], "rows/cpu-s", None, True) for name in others]
+        [
+            Ratio(f"{name}{kind}", name + kind, [first + kind], "rows/cpu-s", None, True)
+            for kind in kinds
+            for name in larger
+        ]
         + [
             Ratio(f"{name} / bare", name, [f"{name}, bare copy"], "rows/cpu-s", None, True)
-            for name in variants
-            if not name.endswith("copy")
+            for name in (first, *larger)
         ],
         settings=settings(args),
         conditions=conditions,
