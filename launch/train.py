@@ -15,6 +15,7 @@ import sys
 import time
 from datetime import timedelta
 from functools import partial
+from itertools import zip_longest
 from pathlib import Path
 
 from torchrl_vla.envs.gl import choose_backend
@@ -96,8 +97,31 @@ def leave_report(folder: Path, algorithm: str) -> Path:
     return write_page(folder, algorithm=algorithm).with_name(CURVE_FILE)
 
 
+def check_same_settings(cfg: DictConfig, ranks: topology.Topology) -> None:
+    """Refuse ranks that were started with different settings, as two nodes can be. Collective.
+
+    Raises:
+        ValueError: they differ from those of rank 0.
+        RuntimeError: those of another rank do.
+    """
+    mine = OmegaConf.to_yaml(cfg, resolve=True).splitlines()
+    first = ranks.broadcast_object(mine)
+
+    def check() -> None:
+        pairs = zip_longest(mine, first, fillvalue="nothing")
+        differing = [f"{a.strip()!r} instead of {b.strip()!r}" for a, b in pairs if a != b]
+        if differing:
+            raise ValueError(
+                f"rank {ranks.rank} was started with other settings than rank 0: "
+                f"{', '.join(differing[:5])}; give every node the same command line"
+            )
+
+    ranks.together(check)
+
+
 def build_run(cfg: DictConfig, ranks: topology.Topology) -> tuple[Run, bool]:
-    """Agree on the folder over all ranks, write the config there and build the run."""
+    """Agree on settings and folder over all ranks, write the config there and build the run."""
+    check_same_settings(cfg, ranks)
     folder, resume = ranks.broadcast_object(choose_folder(cfg) if ranks.is_main else None)
     if ranks.is_main:
         (folder / STOPPED_FILE).unlink(missing_ok=True)
