@@ -197,6 +197,7 @@ def test_actors_leave_this_process_its_threads(tmp_path: Path):
 
 
 def test_streams_of_seeds_ranks_and_workers_never_meet():
+    # Field case B32.
     found = [
         stream
         for seed in (0, 1, 2)

@@ -229,6 +229,7 @@ def one(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_two_ranks_save_then_one_two_and_four_load(tmp_path: Path, one: topo.Topology):
+    # Field case B43.
     must(run_ranks(2, "save", tmp_path))
     check_loaded(one, tmp_path)
     must(run_ranks(2, "load", tmp_path))
@@ -253,6 +254,7 @@ def test_one_saves_then_one_and_two_load(tmp_path: Path, one: topo.Topology):
 def test_kill_in_the_middle_of_a_save(
     tmp_path: Path, one: topo.Topology, capsys: pytest.CaptureFixture, ranks: int, moment: str
 ):
+    # Field case B44, as are the damaged ones below.
     run = run_ranks(ranks, "kill", tmp_path, moment)
     assert run.returncode != 0
     # torchrun names the signal of the rank that died first

@@ -144,7 +144,7 @@ class Supervised:
             return None
         return (
             f"{name} hangs: no sign of life for {silence:.0f} s, limit {limit:.0f} s; physics or "
-            f"rendering is stuck{self._stacks()}"
+            f"rendering is stuck (MUJOCO_GL={os.environ.get('MUJOCO_GL', 'unset')}){self._stacks()}"
         )
 
     def restart(self, seed: int, make_behaviour: Callable[[], TensorDictModuleBase]) -> None:
