@@ -2,6 +2,7 @@
 
 import json
 from collections import deque
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -179,6 +180,10 @@ def test_a_run_goes_on_where_it_stopped(one: topo.Topology, tmp_path: Path, obje
     settings = small_settings(
         objective=objective, updates=UpdateSettings(1e-2, 1e-3, alpha_lr, 1.0)
     )
+    if objective is not SAC:  # packed pictures on another disk
+        (tmp_path / "disk").mkdir()
+        place = {"folder": str(tmp_path / "disk"), "compress_to": 0.9}
+        settings["replay"] = replace(settings["replay"], **place)
     saves = CheckpointPlan(None, every_updates=4, asynchronous=objective is SAC)
     train(make_run(tmp_path, one, updates=10, run={"saves": saves}), **settings)
     assert sorted(path.name[-2:] for path in (tmp_path / "checkpoints").iterdir()) == [
@@ -201,6 +206,7 @@ def test_a_run_goes_on_where_it_stopped(one: topo.Topology, tmp_path: Path, obje
     assert all(row["policy_lag"] >= 0 for row in rows)
     evaluation = json.loads((tmp_path / "eval.json").read_text())
     assert [entry["update"] for entry in evaluation["history"]] == [0, 10, 40]
+    assert (tmp_path / "replay" / "rank-0").is_symlink() == (objective is not SAC)
 
 
 @pytest.mark.parametrize(

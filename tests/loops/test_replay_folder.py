@@ -128,6 +128,18 @@ def test_a_deterministic_run_never_overwrites_what_its_checkpoint_has(tmp_path: 
         folder_of(tmp_path, deterministic=True).open(resume=True, loaded=loaded)
 
 
+def test_packed_pictures_plan_less_room(tmp_path: Path):
+    def planned(share: float | None) -> int:
+        return ReplayFolder(
+            run_of(tmp_path), POLICY, 60, 1, PACE, compress_to=share
+        ).planned_bytes()
+
+    # 60 rows and 64 to spare, 192 bytes of picture each; two words per slot say where one is
+    assert planned(0.25) == planned(None) - 124 * 192 + 31 * 192 + 124 * 16
+    with pytest.raises(ValueError, match="compress_to is 2; it must be above 0 and at most 1"):
+        planned(2)
+
+
 def test_the_layout_is_what_the_policy_writes():
     policy = SimpleNamespace(out_keys=[schema.TOKENS, schema.LOG_PROBS, "state_value"])
     names = {column.name for column in layout_of(policy, run_of(Path())).columns}
