@@ -193,6 +193,24 @@ class TestDamage:
         again.append(rows([(20, 0)]))
         assert_whole(again[:])
 
+    def test_what_was_given_up_never_hides_what_is_written_over(self, tmp_path):
+        # Rows 10 and 40 are broken; the run between them stays. What the others say of their bytes
+        # may be anything, and must neither keep later pictures nor make room of them.
+        storage, pairs = self.fill(tmp_path)
+        places = storage.live().numpy()
+        storage.rings.packs.starts[places[[10, 40]]] = (2**50, 2**51)
+        with pytest.warns(UserWarning, match="rows were given up because of damage"):
+            again = reopen(storage, verify=True)
+        kept = pairs_of(again[:])
+        # a place's picture is also the next one of the row before, unless an episode starts there
+        assert kept[0] == pairs[11]
+        assert kept[-1] in (pairs[38], pairs[39])
+        assert again.lost_rows == 50 - len(kept)
+        stream = Stream(5, first_episode=300)
+        for _ in range(12):  # several times round the ring
+            again.append(rows(stream.batch(3)))
+            assert_whole(again[:])
+
     def test_a_writer_that_was_faster_is_no_damage(self, tmp_path, monkeypatch):
         storage, _ = self.fill(tmp_path)
         live, read = storage.live()[:4], packing.Packs.read

@@ -159,7 +159,14 @@ class Rings:
         self.header[lane, COMMITTED] = stop - 1
         self.header[lane, SYNCED] = min(self.header[lane, SYNCED], stop - 1)
         self.recover(lane)
+        self._forget_all_but(lane, index[int(edges[k]) + 1 : int(edges[k + 1])])
         return len(good) - (stop - start)
+
+    def _forget_all_but(self, lane: int, index: np.ndarray) -> None:
+        """Forget what the observations that no row of ``index`` has say of themselves."""
+        forgotten = np.ones(self.sizes.slots, bool)
+        forgotten[np.concatenate([index, self.next_slot[index]]) - lane * self.sizes.slots] = False
+        self.stamp[self.region(lane)][forgotten] = -1
 
     def _intact(self, lane: int, index: np.ndarray) -> np.ndarray:
         following = self.next_slot[index]
@@ -186,7 +193,7 @@ class LaneWriter:
         self.packer = None
         if rings.packs is not None:
             stamps = rings.stamp[rings.region(lane)]
-            self.packer = PackWriter(rings.packs, lane, int(self.header[ALLOCATED]), stamps)
+            self.packer = PackWriter(rings.packs, lane, stamps)
         self.ends = self._open_ends()
         """By open episode: its next decision, and the stamp of the observation waiting there."""
 

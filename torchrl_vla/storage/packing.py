@@ -52,8 +52,11 @@ class Packs:
         self.columns, self.slots = layout.packed, sizes.slots
         self.bytes = files["pack"].numpy()
         self.starts, self.lengths = (files[f"pack_{n}"].numpy() for n in ("start", "length"))
-        self.width = sum(column.nbytes for column in self.columns)
+        ends = np.cumsum([column.nbytes for column in self.columns]).tolist()
+        self.width = ends[-1]
         """Bytes of an observation's pictures as they are."""
+        starts = [0, *ends[:-1]]
+        self._cuts = {c.key: slice(*at) for c, *at in zip(self.columns, starts, ends, strict=True)}
         self.room = self.bytes.shape[1]
         """Bytes of a lane's ring."""
 
@@ -84,9 +87,7 @@ class Packs:
 
     def split(self, raw: np.ndarray) -> dict[tuple[str, ...], np.ndarray]:
         """Return the bytes of every packed column of raw pictures ``[..., width]``."""
-        ends = np.cumsum([column.nbytes for column in self.columns])[:-1]
-        parts = np.split(raw, ends, axis=-1)
-        return {column.key: part for column, part in zip(self.columns, parts, strict=True)}
+        return {key: raw[..., cut] for key, cut in self._cuts.items()}
 
     def read(self, places: np.ndarray, outs: Mapping[tuple[str, ...], np.ndarray]) -> list[int]:
         """Unpack ``places [M]`` into ``outs``, each uint8 ``[M, nbytes]``; every place once.
@@ -117,27 +118,25 @@ class PackWriter:
     Args:
         packs: the rings.
         lane: whose.
-        allocated: stamps that the lane has given out.
-        stamps: of the lane's slots; nothing uncommitted is left in them.
+        stamps: of the lane's slots, in the file; nothing uncommitted is left in them.
     """
 
-    def __init__(self, packs: Packs, lane: int, allocated: int, stamps: np.ndarray) -> None:
-        self.packs, self.lane = packs, lane
+    def __init__(self, packs: Packs, lane: int, stamps: np.ndarray) -> None:
+        self.packs, self.lane, self._stamps = packs, lane, stamps
         self._base, self._slots = lane * packs.slots, packs.slots
-        self._end = self._first_free(allocated, stamps)
-        here = stamps[stamps >= 0]
-        self._oldest = int(here.min()) if len(here) else allocated
+        there = np.flatnonzero(stamps >= 0)
+        self._end = self._first_free(self._base + there)
+        self._oldest = int(stamps[there].min()) if len(there) else 0
         self._warned = False
 
-    def _first_free(self, allocated: int, stamps: np.ndarray) -> int:
-        """Return where the newest picture ends, or a later place that nobody uses."""
-        if not allocated:
-            return 0
-        packs, last = self.packs, (allocated - 1) % self._slots
-        if stamps[last] == allocated - 1:
-            return int(packs.starts[self._base + last] + packs.lengths[self._base + last])
-        mine = slice(self._base, self._base + self._slots)  # taken over since the cursor
-        return int((packs.starts[mine] + packs.lengths[mine]).max())
+    def _first_free(self, places: np.ndarray) -> int:
+        """Return where the newest picture of ``places`` ends.
+
+        Those that a cursor dropped are not among them, so that a lane goes on at the same byte.
+        """
+        starts, lengths = self.packs.starts[places], self.packs.lengths[places]
+        fine = (starts >= 0) & (lengths > 0) & (lengths <= self.packs.width)
+        return int((starts + lengths)[fine].max(initial=0))
 
     @property
     def most_rows(self) -> int:
@@ -171,10 +170,11 @@ class PackWriter:
         kept, places = packed.end - self.packs.room, []
         self._oldest = max(self._oldest, first + len(packed.parts) - self._slots)
         while self._oldest < first:
-            place = self._base + self._oldest % self._slots
-            if self.packs.starts[place] >= kept:
-                break
-            places.append(place)
+            slot = self._oldest % self._slots
+            if self._stamps[slot] == self._oldest:  # otherwise it has been given up
+                if self.packs.starts[self._base + slot] >= kept:
+                    break
+                places.append(self._base + slot)
             self._oldest += 1
         return np.array(places, np.int64)
 
