@@ -233,6 +233,7 @@ def test_a_run_goes_on_where_it_stopped(one: topo.Topology, tmp_path: Path, obje
             "demonstration_episodes is 3 with a share of 0.0",
         ),
         (lambda: UpdateSettings(1e-3, 1e-3, 1e-3, 0.0), "max_grad_norm is 0.0"),
+        (lambda: UpdateSettings(1e-3, 1e-3, 0.0, 1.0), r"updates\.alpha_lr is 0\.0"),
     ],
 )
 def test_settings_out_of_range(make, message):

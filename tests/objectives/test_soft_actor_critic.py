@@ -376,6 +376,19 @@ def test_the_actor_may_have_rows_of_its_own():
     assert both["loss_cloning"] == pytest.approx(expected, rel=1e-5)
 
 
+def test_an_alpha_that_stays_has_no_loss_and_no_parameter():
+    fixed = {"alpha_kind": None, "target_entropy": None, "entropy_unit": None}
+    goal, batch = build(alpha=0.1, **fixed), make_batch(SOME)
+    out = losses(goal, batch)
+    assert "loss_alpha" not in out
+    assert out["alpha"] == pytest.approx(0.1)
+    assert goal.alpha_parameters == []
+    assert not any("alpha" in name for name, _ in goal.state.named_parameters())
+    # everything else is what it is beside a learned alpha of the same value
+    learned = losses(build(alpha=0.1), batch)
+    assert {k: v for k, v in learned.items() if k != "loss_alpha"} == pytest.approx(out, rel=1e-6)
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -391,6 +404,7 @@ def test_the_actor_may_have_rows_of_its_own():
         ({"critic_only_updates": -1}, "critic_only_updates is -1"),
         ({"actor_interval": 0}, "actor_interval is 0"),
         ({"entropy_unit": "step"}, "entropy_unit is 'step'"),
+        ({"target_entropy": None}, "give all three for a learned alpha"),
         ({"target_reduction": "max"}, "reduction is 'max'"),
         ({"target_subset": 2}, "subset is 2 with reduction 'min'"),
         ({"target_reduction": "subset"}, "subset is None with reduction 'subset'"),

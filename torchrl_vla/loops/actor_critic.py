@@ -21,7 +21,7 @@ class UpdateSettings:
     lr: float
     critic_lr: float
     alpha_lr: float | None
-    """Of the entropy coefficient; ``None`` for an algorithm that has none."""
+    """Of the entropy coefficient, > 0; ``None`` for an algorithm that learns none."""
     max_grad_norm: float
     trunk_lr: float = 0.0
     """0: the trunk is frozen and its features are cached; above: the critic trains it."""
@@ -33,6 +33,11 @@ class UpdateSettings:
     def __post_init__(self) -> None:
         if self.max_grad_norm <= 0:
             raise ValueError(f"updates.max_grad_norm is {self.max_grad_norm}; it must be above 0")
+        if self.alpha_lr is not None and self.alpha_lr <= 0:
+            raise ValueError(
+                f"updates.alpha_lr is {self.alpha_lr}; it must be above 0. For an alpha that stays "
+                "set it, and objective.alpha_kind, target_entropy and entropy_unit, to null"
+            )
 
 
 def make_learner(

@@ -39,6 +39,7 @@ from torchrl_vla.objectives.masks import action_mask, decision_discount
 from torchrl_vla.objectives.off_policy import Alpha, target_entropy, td_target
 from torchrl_vla.objectives.reduction import masked_sum
 
+AlphaKind = Literal["exp", "softplus"]
 EntropyUnit = Literal["chunk", "executed_number"]
 
 
@@ -71,7 +72,7 @@ class EnsembleSACLoss(SACLoss):
         gamma: discount per control step.
         alpha: initial entropy coefficient.
         alpha_kind: ``"exp"``: TorchRL's own; ``"softplus"``: see
-            :class:`~torchrl_vla.objectives.off_policy.Alpha`.
+            :class:`~torchrl_vla.objectives.off_policy.Alpha`; ``None``: alpha stays.
         of_target: how the targets' members make one value.
         of_actor: the same for the value that the actor climbs.
     """
@@ -83,22 +84,24 @@ class EnsembleSACLoss(SACLoss):
         *,
         gamma: float,
         alpha: float,
-        alpha_kind: Literal["exp", "softplus"],
+        alpha_kind: AlphaKind | None,
         of_target: Reduction,
         of_actor: Reduction,
     ) -> None:
-        coefficient = Alpha(alpha, alpha_kind)
+        coefficient = None if alpha_kind is None else Alpha(alpha, alpha_kind)
         super().__init__(
             actor,
             [Critic(head) for head in ensemble.online],
             num_qvalue_nets=len(ensemble.online),
             alpha_init=alpha,
-            fixed_alpha=alpha_kind == "softplus",  # then its own parameter would be unused
+            fixed_alpha=alpha_kind != "exp",  # otherwise its own parameter would be unused
             target_entropy=0.0,  # the objective adds the target, which may differ by row
             loss_function="l2",
         )
         self.set_keys(action=CHUNK)
         self.coefficient = coefficient if alpha_kind == "softplus" else None
+        if self.coefficient is not None:
+            self.coefficient.to(self.log_alpha.device)  # the critics'
         self.gamma, self.of_target, self.of_actor = gamma, of_target, of_actor
         self.update = 0
         self.online: Tensor | None = None
@@ -191,7 +194,8 @@ class SoftActorCritic:
         encode: maps a batch to features ``[B, F]``, used when the batch holds none.
         gamma: discount per control step.
         alpha: initial entropy coefficient, > 0.
-        alpha_kind: ``"exp"`` or ``"softplus"`` of the learned number.
+        alpha_kind: ``"exp"`` or ``"softplus"`` of the learned number; ``None``, as the next two,
+            for an alpha that stays (a flow actor's entropy is a constant: nothing to learn).
         target_entropy: in nats, of the ``entropy_unit``.
         entropy_unit: ``"chunk"``: all ``H × A`` numbers; ``"executed_number"``: of each number that
             was executed, so that the tail of a chunk that ended early counts neither in the entropy
@@ -218,9 +222,9 @@ class SoftActorCritic:
         *,
         gamma: float,
         alpha: float = 1e-3,
-        alpha_kind: Literal["exp", "softplus"] = "exp",
-        target_entropy: float = -20.0,
-        entropy_unit: EntropyUnit = "chunk",
+        alpha_kind: AlphaKind | None = "exp",
+        target_entropy: float | None = -20.0,
+        entropy_unit: EntropyUnit | None = "chunk",
         target_reduction: ReductionKind = "min",
         target_subset: int | None = None,
         actor_reduction: Literal["min", "mean"] = "min",
@@ -242,16 +246,12 @@ class SoftActorCritic:
                 f"cloned_rows is {cloned_rows!r} with cloning_weight {cloning_weight}; give rows "
                 "exactly if the term has a weight, otherwise null"
             )
-        if alpha <= 0:
-            raise ValueError(f"alpha is {alpha}; it must be above 0")
-        if entropy_unit not in ("chunk", "executed_number"):
-            raise ValueError(
-                f"entropy_unit is {entropy_unit!r}; expected 'chunk' or 'executed_number'"
-            )
+        _check_alpha(alpha, alpha_kind, target_entropy, entropy_unit)
         if actor_reduction == "subset":
             raise ValueError("actor_reduction is 'subset'; the actor climbs 'min' or 'mean'")
         self.encode, self.actor = encode, actor
         self.target_entropy, self.entropy_unit = target_entropy, entropy_unit
+        self.learns_alpha = alpha_kind is not None
         self.cloning_weight, self.cloned_rows = cloning_weight, cloned_rows
         self.critic_only_updates, self.actor_interval = critic_only_updates, actor_interval
         self.updates = 0
@@ -271,11 +271,12 @@ class SoftActorCritic:
     def _named_state(self) -> nn.Module:
         """Return a plain module over the same tensors, which a checkpoint can name.
 
-        It holds everything of SAC that is not the policy: Q ensemble, targets, alpha.
+        It holds everything of SAC that is not the policy: Q ensemble, targets, a learned alpha.
         """
         name = "log_alpha" if self.loss.coefficient is None else "raw_alpha"
         state = nn.Module()
-        state.register_parameter(name, self.alpha_parameters[0])
+        for parameter in self.alpha_parameters:
+            state.register_parameter(name, parameter)
         state.q, state.target = self.ensemble.online, self.ensemble.target
         return state
 
@@ -291,7 +292,9 @@ class SoftActorCritic:
 
     @property
     def alpha_parameters(self) -> list[nn.Parameter]:
-        """The entropy coefficient's parameter."""
+        """The entropy coefficient's parameter; empty if alpha stays."""
+        if not self.learns_alpha:
+            return []
         coefficient = self.loss.coefficient
         return [self.loss.log_alpha if coefficient is None else coefficient.raw]
 
@@ -307,8 +310,8 @@ class SoftActorCritic:
     def __call__(self, batch: TensorDictBase, totals: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the loss terms that are due, and statistics.
 
-        ``loss_critic`` always; ``loss_actor``, ``loss_alpha`` and ``loss_cloning`` when the actor
-        moves.
+        ``loss_critic`` always; ``loss_actor``, ``loss_alpha`` (if it is learned) and
+        ``loss_cloning`` when the actor moves.
         """
         self.loss.update = self.updates
         due = self.updates >= self.critic_only_updates and not self.updates % self.actor_interval
@@ -353,12 +356,13 @@ class SoftActorCritic:
     ) -> dict[str, Tensor]:
         share = len(batch) / totals["rows"]
         loss_actor, info = self.loss.actor_loss(rows)
-        excess = self._entropy_excess(rows, batch, info["log_prob"])
         out = {
             "loss_actor": share * loss_actor,
-            "loss_alpha": share * self.loss.alpha_loss(excess).mean(),
             "entropy": -share * info["log_prob"].mean(),
         }
+        if self.learns_alpha:
+            excess = self._entropy_excess(rows, batch, info["log_prob"])
+            out["loss_alpha"] = share * self.loss.alpha_loss(excess).mean()
         if self.cloned_rows is not None:
             error = self.actor.cloning_error(rows, batch[schema.CHUNK])
             cloned = action_mask(cloned_steps(batch, self.cloned_rows), error.shape[-1])
@@ -374,3 +378,18 @@ class SoftActorCritic:
         executed = batch[schema.EXECUTED_MASK].unsqueeze(-1)
         wanted = target_entropy(batch[schema.NUM_EXECUTED], numbers.shape[-1], self.target_entropy)
         return torch.where(executed, numbers, 0).flatten(1).sum(-1) + wanted.squeeze(-1)
+
+
+def _check_alpha(
+    alpha: float,
+    kind: AlphaKind | None,
+    target: float | None,
+    unit: EntropyUnit | None,
+) -> None:
+    if alpha <= 0:
+        raise ValueError(f"alpha is {alpha}; it must be above 0")
+    given = {"alpha_kind": kind, "target_entropy": target, "entropy_unit": unit}
+    if 0 < sum(value is None for value in given.values()) < len(given):
+        raise ValueError(f"{given}: give all three for a learned alpha, or null for one that stays")
+    if unit not in ("chunk", "executed_number", None):
+        raise ValueError(f"entropy_unit is {unit!r}; expected 'chunk' or 'executed_number'")
