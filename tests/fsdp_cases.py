@@ -29,7 +29,7 @@ from torchrl_vla.loops import actor_critic, updates
 from torchrl_vla.objectives.credit import VALID, Gae
 from torchrl_vla.objectives.policy_gradient import ADVANTAGE, TARGET, PolicyGradient
 from torchrl_vla.objectives.soft_actor_critic import SoftActorCritic
-from torchrl_vla.policies import openvla, tiny
+from torchrl_vla.policies import deferred, openvla, tiny
 from torchrl_vla.policies.policy import VALUE
 from torchrl_vla.policies.shard import shard
 
@@ -51,12 +51,13 @@ VARIANTS = {
     "accumulation": {"micro_batch_size": 2},
     "clipping": {"max_grad_norm": 1e-2},
     "recompute": {"recompute": True},
+    "offload": {"offload": True},
     "uneven": {"rows": ROWS - 1},
     "bfloat16": {"precision": "bfloat16"},
 }
 VARIANTS["together"] = {
     key: value
-    for name in ("accumulation", "clipping", "recompute", "uneven")
+    for name in ("accumulation", "clipping", "recompute", "offload", "uneven")
     for key, value in VARIANTS[name].items()
 }
 FAMILIES = {
@@ -113,16 +114,14 @@ def transitions(rows: int, update: int) -> TensorDict:
 @contextmanager
 def sharding(how: Callable):
     """Let the loops' builders call ``how`` instead of ``shard``."""
-    for module in (updates, actor_critic):
-        module.shard = how
+    deferred.shard = how
     try:
         yield
     finally:
-        for module in (updates, actor_critic):
-            module.shard = shard
+        deferred.shard = shard
 
 
-def build(case: str, ranks, *, recompute=False, precision="float32", rows=ROWS, **settings):
+def build(case: str, ranks, *, precision="float32", rows=ROWS, **settings):
     """Return policy, learner and minibatches of all rows; sharded if ``ranks`` is a topology."""
     algorithm, family = case.split("_")
     torch.manual_seed(0)
@@ -134,7 +133,7 @@ def build(case: str, ranks, *, recompute=False, precision="float32", rows=ROWS, 
     batches = [transitions(rows, update) for update in range(UPDATES)]
     limit = settings.pop("max_grad_norm", 1e9)
     plain = not isinstance(ranks, topo.Topology)
-    how = (lambda module, *_, **__: module) if plain else partial(shard, recompute=recompute)
+    how = (lambda module, *_, **__: module) if plain else shard
     if algorithm == "ppo":
         for batch in batches:
             with torch.no_grad():

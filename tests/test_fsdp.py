@@ -39,7 +39,7 @@ are rounded to bfloat16 (2^-9) before they meet in float32."""
 
 @cache
 def reference(case: str, variant: str) -> dict[str, Tensor]:
-    parallel = ("micro_batch_size", "recompute")  # they must change nothing
+    parallel = ("micro_batch_size", "recompute", "offload")  # they must change nothing
     return run_case(
         case, ALONE, **{k: v for k, v in VARIANTS[variant].items() if k not in parallel}
     )  # fmt: skip

@@ -18,6 +18,7 @@ from torchrl_vla.loops.updates import (
     minibatches,
     update_epochs,
 )
+from torchrl_vla.policies.deferred import place
 
 SETTINGS = {"minibatch_size": 4, "epochs": 3, "lr": 1e-3, "max_grad_norm": 1.0}
 
@@ -124,10 +125,11 @@ def test_learning_rates_without_use_are_refused(head, objective, rates, message,
 
 def test_a_frozen_copy_stays(one: topo.Topology):
     policy = POLICY(META)
+    place(policy, one)
     copy = frozen_copy(policy, lambda: POLICY(META), one)
     before = {n: p.full_tensor().clone() for n, p in copy.model.model.named_parameters()}
     for name, p in policy.model.model.named_parameters():
-        assert torch.equal(before[name], p)
+        assert torch.equal(before[name], p.full_tensor())
         p.data += 1.0
     for name, p in copy.model.model.named_parameters():
         assert torch.equal(p.full_tensor(), before[name])

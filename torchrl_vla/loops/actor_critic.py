@@ -10,8 +10,7 @@ from torch import nn
 from torchrl_vla.learner import Learner, ParameterGroup
 from torchrl_vla.loops.run import Run
 from torchrl_vla.objectives.critics import ActorCritic
-from torchrl_vla.policies.deferred import fill
-from torchrl_vla.policies.shard import shard
+from torchrl_vla.policies.deferred import place
 
 
 @dataclass(frozen=True)
@@ -29,10 +28,19 @@ class UpdateSettings:
     actor_warm_up: int = 0
     """Updates of linear warm-up of the actor's learning rate, once it begins to move."""
     micro_batch_size: int | None = None
+    recompute: bool = False
+    """Activation checkpointing of a trained trunk: less memory, one more forward pass."""
+    offload: bool = False
+    """Keep a trained trunk's shards and their optimizer in host memory."""
 
     def __post_init__(self) -> None:
         if self.max_grad_norm <= 0:
             raise ValueError(f"updates.max_grad_norm is {self.max_grad_norm}; it must be above 0")
+        if (self.recompute or self.offload) and not self.trunk_lr:
+            raise ValueError(
+                f"updates.recompute={self.recompute} and offload={self.offload} need a trained "
+                "trunk, but updates.trunk_lr is 0: remove them, or give the trunk a learning rate"
+            )
         if self.alpha_lr is not None and self.alpha_lr <= 0:
             raise ValueError(
                 f"updates.alpha_lr is {self.alpha_lr}; it must be above 0. For an alpha that stays "
@@ -61,11 +69,16 @@ def make_learner(
             "policy.head=gaussian or policy.head=flow"
         )
     model = policy.model.model
-    if settings.trunk_lr:
-        fill(shard(model, run.topology.mesh, blocks=model.shard_plan()))
-    else:
-        fill(model, run.topology.device).to(run.topology.device).requires_grad_(False)
-    heads = policy.make_critics(settings.q_heads)
+    place(
+        policy,
+        run.topology,
+        sharded=bool(settings.trunk_lr),
+        recompute=settings.recompute,
+        offload=settings.offload,
+    )
+    if not settings.trunk_lr:
+        model.requires_grad_(False)
+    heads = [head.to(run.topology.device) for head in policy.make_critics(settings.q_heads)]
     goal = objective(policy.actor, heads, policy.features, gamma=gamma)
     limit = settings.max_grad_norm
     groups = [

@@ -25,6 +25,7 @@ from torchrl_vla.loops.on_policy import build_learner, next_round
 from torchrl_vla.loops.run import Run
 from torchrl_vla.loops.updates import UpdateSettings, minibatches
 from torchrl_vla.loops.workers import start_workers
+from torchrl_vla.objectives.policy_gradient import score
 from torchrl_vla.policies.shard import full_weights
 
 BOUNDS = {"float32": 1e-5, "bfloat16": 0.05}
@@ -111,9 +112,7 @@ def check_ratio(
 
 def largest_gap(goal: Any, minibatch: TensorDictBase) -> Gap:
     """Score a minibatch once more and find the number whose log-prob differs most."""
-    with torch.no_grad():
-        scored = goal.policy.score(minibatch.select(*goal.policy.in_keys))
-        new = goal.policy.get_dist(scored).log_prob(minibatch[goal.policy.action_key])
+    new, _ = score(goal.policy, minibatch)
     apart = (new - minibatch[schema.LOG_PROBS]).abs()
     apart = torch.where(goal.numbers(minibatch), apart, -1.0)
     row, step, dim = (int(i) for i in torch.unravel_index(apart.argmax(), apart.shape))

@@ -20,8 +20,7 @@ from torchrl_vla.learner import Learner, ParameterGroup
 from torchrl_vla.loops.run import Run
 from torchrl_vla.loops.stage import Draws, Stage
 from torchrl_vla.objectives.supervised import GroundingObjective
-from torchrl_vla.policies.deferred import fill, without_weights
-from torchrl_vla.policies.shard import shard
+from torchrl_vla.policies.deferred import features_on_host, place, without_weights
 from torchrl_vla.schema import SuiteMeta
 
 ENCODED_ROWS = 128
@@ -61,7 +60,7 @@ def train_grounding(
     policy, evaluated = make_policy(run.suite.meta), make_policy(run.suite.meta)
     model = policy.model.model
     _normalise_state(model, train)
-    shard(model, run.topology.mesh, blocks=model.shard_plan())
+    place(policy, run.topology)
     objective = GroundingObjective(
         lambda batch: policy.model(batch, ("position",))["position"],
         grounding.POSITION,
@@ -88,9 +87,9 @@ def train_grounding(
     stage.fit(batch)
     if run.interrupted:
         return {}
-    labelled = grounding.label(test, test[schema.TASK_ID], simulators)
+    labelled = grounding.label(test, test[schema.TASK_ID], simulators).to(run.topology.device)
     with torch.no_grad():
-        held = objective(labelled, {"scenes": torch.tensor(len(labelled))})
+        held = objective(labelled, objective.counts(labelled))
     error = 100 * float(held["position_error_m"])
     stage.export({"stage": "ground", "seed": seed, "held_out_error_cm": round(error, 3)})
     stage.save(last=True)
@@ -152,9 +151,8 @@ def train_cloning(
     if trainable == "all":
         _normalise_state(policy.model.model, samples)
     if trainable == "head":
-        with torch.no_grad():
-            parts = [policy.features(part) for part in samples.split(ENCODED_ROWS)]
-        samples["features"] = torch.cat(parts)
+        encode = features_on_host(policy, run.topology)
+        samples["features"] = torch.cat([encode(part) for part in samples.split(ENCODED_ROWS)])
     updates = epochs * (len(samples) // batch_size)
     schedule = warm_up_and_decay(updates, warm_up)
     learner = Learner(objective(policy), groups, run.topology, sharded=sharded, schedule=schedule)
@@ -186,7 +184,7 @@ def _trained(
     """Return what is trained and what is sharded; freezes what cloning never reads."""
     make = partial(ParameterGroup, lr=lr, max_grad_norm=1.0, weight_decay=0.01)
     if trainable == "head":
-        fill(policy.model.model, run.topology.device)
+        place(policy, run.topology, sharded=False)
         return [make("head", [p for p in policy.actor.parameters() if p.requires_grad])], []
     if trainable != "all":
         raise ValueError(f"algo.trainable is {trainable!r}; use 'all' or 'head'")
@@ -194,7 +192,7 @@ def _trained(
     for name, parameter in model.named_parameters():
         if name.startswith(idle):
             parameter.requires_grad_(False)
-    fill(shard(model, run.topology.mesh, blocks=model.shard_plan()))
+    place(policy, run.topology)
     sharded = [p for p in model.parameters() if p.requires_grad]
     inside = {id(p) for p in model.parameters()}
     head = [p for p in policy.parameters() if p.requires_grad and id(p) not in inside]

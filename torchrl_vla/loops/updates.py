@@ -9,17 +9,17 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
 from tensordict import TensorDictBase
-from torch import nn
+from torch import Tensor, nn
 
-from torchrl_vla.actors import load_full_weights
 from torchrl_vla.learner import Learner, ParameterGroup
 from torchrl_vla.metrics import RATIO_GAP, TARGET_KL_STOPS, Means
-from torchrl_vla.policies.deferred import fill
-from torchrl_vla.policies.shard import full_weights, shard
+from torchrl_vla.policies.deferred import place, without_weights
+from torchrl_vla.policies.shard import reshard
 from torchrl_vla.topology import Topology
 
 
@@ -47,6 +47,10 @@ class UpdateSettings:
     """A minibatch with a larger approximate KL (nats per ratio) ends the updates of its round."""
     frozen: tuple[str, ...] = ()
     """Parameters of the model that stay as they are, by the start of their names."""
+    recompute: bool = False
+    """Activation checkpointing: less memory, one more forward pass."""
+    offload: bool = False
+    """Keep the shards and their optimizer in host memory."""
 
     def __post_init__(self) -> None:
         for name in ("minibatch_size", "epochs", "max_grad_norm"):
@@ -82,7 +86,8 @@ def make_learner(
     for name, parameter in model.named_parameters():
         # What is frozen already (the base under an adapter) stays frozen.
         parameter.requires_grad_(parameter.requires_grad and not name.startswith(idle))
-    fill(shard(model, topology.mesh, blocks=model.shard_plan()))
+    place(policy, topology, recompute=settings.recompute, offload=settings.offload)
+    _ = goal.reference  # of these weights, not of a checkpoint that is loaded later
     named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
     inside = {id(p) for p in model.parameters()}
     groups = {
@@ -122,16 +127,24 @@ def frozen_copy(policy: nn.Module, build: Callable[[], nn.Module], topology: Top
     """Return a copy of ``policy`` that never changes: the reference of a KL penalty; collective.
 
     Args:
-        policy: with the weights to keep, sharded or not.
+        policy: with the weights to keep, where :func:`~torchrl_vla.policies.deferred.place` brought
+            it; no rank ever holds more of the copy than its shards.
         build: builds a policy of the same shape.
         topology: ranks over which the copy's model is sharded.
     """
-    copy = build()
-    load_full_weights(copy, full_weights(policy))
-    copy.requires_grad_(False)
-    model = copy.model.model
-    shard(model, topology.mesh, blocks=model.shard_plan())
+    with without_weights():
+        copy = build().requires_grad_(False)
+    place(copy, topology)
+    pairs = zip(_tensors(copy), _tensors(policy), strict=True)
+    with torch.no_grad():
+        for own, source in pairs:
+            own.copy_(source)
     return copy
+
+
+def _tensors(module: nn.Module) -> Iterator[Tensor]:
+    reshard(module)
+    return chain(module.parameters(), module.buffers())
 
 
 def minibatches(

@@ -19,6 +19,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain
 
 import torch
 from tensordict import TensorDictBase
@@ -54,6 +56,30 @@ SCORED_ROWS = 256
 """Decisions of one forward pass when a whole round is scored without gradient."""
 
 
+def device_of(policy: nn.Module) -> torch.device:
+    """Return where ``policy`` computes; a round is judged where it lies, on the host."""
+    # Parameters may be sharded and kept in host memory; a buffer is where it is used.
+    return next(chain(policy.buffers(), policy.parameters())).device
+
+
+@torch.no_grad()
+def score(policy: nn.Module, rows: TensorDictBase) -> tuple[Tensor, Tensor]:
+    """Score stored actions of many rows ``[M]``, some at a time.
+
+    Returns:
+        Log-probs ``[M, H, A]`` and values ``[M, 1]``, where ``rows`` lie.
+    """
+    device, log_probs, values = device_of(policy), [], []
+    for part in rows.split(SCORED_ROWS):
+        given = part.select(*policy.in_keys, policy.action_key).to(device)
+        scored = policy.score(given.select(*policy.in_keys))
+        log_prob = policy.get_dist(scored).log_prob(given[policy.action_key])
+        home = part[schema.LOG_PROBS].device
+        log_probs.append(log_prob.to(home))
+        values.append(scored[VALUE].to(home))
+    return torch.cat(log_probs), torch.cat(values)
+
+
 @dataclass(eq=False)
 class PolicyGradient(Options):
     """Clipped policy gradient (Schulman et al. 2017, arXiv:1707.06347, eq. 7 and 9).
@@ -70,9 +96,13 @@ class PolicyGradient(Options):
             self.trajectories = Trajectories(
                 self.group_size, self.largest_lag, contrast_only=self.dynamic_sampling
             )
-        self.reference = self.make_reference() if self.kl_weight > 0 else None
         self._gap: Tensor | None = None
         self._seen = dict.fromkeys(("void", "given_up", "groups", "without_contrast"), 0)
+
+    @cached_property
+    def reference(self) -> nn.Module | None:
+        """The frozen start policy, if there is a KL penalty; made when it is first asked for."""
+        return self.make_reference() if self.kl_weight > 0 else None
 
     @property
     def held(self) -> int:
@@ -166,22 +196,13 @@ class PolicyGradient(Options):
         """Score a round under the start policy and under the version it starts from, if needed."""
         flat = rows.reshape(-1)
         if self.reference is not None:
-            log_probs, _ = self._score(self.reference, flat)
+            log_probs, _ = score(self.reference, flat)
             rows[REFERENCE] = log_probs.view_as(rows[schema.LOG_PROBS])
         if self.behaviour_cap is not None or self.advantage.corrects_behaviour:
-            log_probs, value = self._score(self.policy, flat)
+            log_probs, value = score(self.policy, flat)
             rows[PROXIMAL] = log_probs.view_as(rows[schema.LOG_PROBS])
             if self.uses_value:
                 rows[VALUE] = value.view(rows[VALID].shape)
-
-    def _score(self, policy: nn.Module, rows: TensorDictBase) -> tuple[Tensor, Tensor]:
-        log_probs, values = [], []
-        with torch.no_grad():
-            for part in rows.split(SCORED_ROWS):
-                scored = policy.score(part.select(*policy.in_keys))
-                log_probs.append(policy.get_dist(scored).log_prob(part[policy.action_key]))
-                values.append(scored[VALUE])
-        return torch.cat(log_probs), torch.cat(values)
 
     def _value_next_states(self, rollout: TensorDictBase, rows: TensorDictBase) -> None:
         """Write the value of every next state ``[N, T, 1]``.
@@ -203,8 +224,8 @@ class PolicyGradient(Options):
         """Return the value of the next state where ``[N, T]`` is set, else 0; ``[N, T, 1]``."""
         value = torch.zeros_like(rollout[VALUE])
         with torch.no_grad():
-            states = rollout["next"][where]
-            value[where] = self.policy.value(states.select(*self.policy.in_keys))
+            states = rollout["next"][where].select(*self.policy.in_keys)
+            value[where] = self.policy.value(states.to(device_of(self.policy))).to(value.device)
         return value
 
     def _ages(self, rows: TensorDictBase) -> dict[str, float]:
@@ -309,7 +330,7 @@ class PolicyGradient(Options):
         if self._gap is not None:
             fresh = numbers & (batch[LAG] <= 0).unsqueeze(-1)
             apart = torch.where(fresh, (new - batch[schema.LOG_PROBS]).abs(), -1.0)
-            self._gap = torch.maximum(self._gap, apart.amax().cpu())
+            self._gap = torch.maximum(self._gap.to(apart.device), apart.amax())
         entries, total = self._entries(numbers), totals["entries"]
         behaviour = log_ratio(new, batch[schema.LOG_PROBS], numbers, self.ratio)
         proximal = batch.get(PROXIMAL, None)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -19,9 +20,16 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntry
 from safetensors.torch import load_file
 from tensordict import TensorDictBase
 from torch import Tensor, nn
-from transformers import AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
 from torchrl_vla import schema
+from torchrl_vla.policies.deferred import (
+    parameters_without_storage,
+    stored_tensors,
+    wait_for,
+)
 from torchrl_vla.policies.images import ImagePipeline, PixelScale
 from torchrl_vla.policies.lora import LoraSettings, Policy, add_lora
 from torchrl_vla.policies.policy import Precision
@@ -62,16 +70,33 @@ def resolve_checkpoint(name: str | Path, ends: Sequence[str] = FETCHED) -> Path:
         ) from error
 
 
-def load_network(model_class: Any, folder: Path) -> Any:
+def load_network(model_class: Any, folder: Path, *, deferred: bool = False) -> Any:
     """Load a transformers network from a folder: float32, strictly, from safetensors only.
 
     Args:
         model_class: with ``from_pretrained``.
         folder: as ``save_pretrained`` writes it.
+        deferred: leave the network without storage, checked against the files' headers, until
+            :func:`~torchrl_vla.policies.deferred.fill`. An architecture whose tensors transformers
+            converts (other than by name) is loaded whole nevertheless, with a warning.
 
     Raises:
         ValueError: keys are missing, left over or of another shape; the first are named.
     """
+    if deferred:
+        settings = AutoConfig.from_pretrained(folder, local_files_only=True)
+        with parameters_without_storage():
+            make = getattr(model_class, "from_config", None) or model_class._from_config
+            network = make(settings, dtype=torch.float32).eval()
+        names = stored_names(network, folder)
+        if names is not None:
+            wait_for(network, folder, names)
+            return network
+        warnings.warn(
+            f"transformers converts the tensors of {folder} while it loads them: every rank reads "
+            "the whole network before it is sharded",
+            stacklevel=2,
+        )
     network, info = model_class.from_pretrained(
         folder,
         dtype=torch.float32,
@@ -83,6 +108,43 @@ def load_network(model_class: Any, folder: Path) -> Any:
     if wrong:
         raise ValueError(f"{folder} is not a whole {type(network).__name__} checkpoint: {wrong}")
     return network
+
+
+def stored_names(network: Any, folder: Path) -> dict[str, str] | None:
+    """Return the name in the folder's files of everything in ``network``'s state dict.
+
+    Transformers renames tensors between files and modules; of a tied parameter the files hold one
+    name. ``None`` if a tensor is made of others, such as experts that are stored one by one.
+
+    Raises:
+        ValueError: keys are missing, left over or of another shape; the first are named.
+    """
+    rules = get_model_conversion_mapping(network)
+    renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
+    converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
+    own = network.state_dict(keep_vars=True)
+    names: dict[str, str] = {}
+    shapes, unknown = [], []
+    for stored, value in stored_tensors(folder, values=False):
+        name, converted = rename_source_key(
+            stored, renamings, converters, network.base_model_prefix, own
+        )
+        if converted is not None:
+            return None
+        if name not in own:
+            name = stored
+        if name not in own or name in names:
+            unknown.append(stored)
+        elif own[name].shape != value.shape:
+            shapes.append(f"{stored}: {tuple(value.shape)}, here {tuple(own[name].shape)}")
+        else:
+            names[name] = stored
+    there = {id(own[name]) for name in names}
+    missing = [name for name, value in own.items() if id(value) not in there]
+    wrong = {"missing": missing[:4], "unexpected": unknown[:4], "shapes": shapes[:4]}
+    if any(wrong.values()):
+        raise ValueError(f"{folder} is not a whole {type(network).__name__} checkpoint: {wrong}")
+    return names
 
 
 def load_tokenizer(folder: Path) -> Any:

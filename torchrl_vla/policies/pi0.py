@@ -23,6 +23,7 @@ from transformers import DynamicCache, PI0Config, PI0ForConditionalGeneration
 from transformers.models.gemma.modeling_gemma import GemmaDecoderLayer
 from transformers.models.siglip.modeling_siglip import SiglipEncoderLayer
 
+from torchrl_vla.policies.deferred import fill, is_deferring, take_pending, wait_for
 from torchrl_vla.policies.families import (
     PAD,
     PromptReader,
@@ -49,6 +50,8 @@ from torchrl_vla.policies.prefix import Prefix, PrefixLayout, PrefixValue, make_
 from torchrl_vla.policies.statistics import ActionSpace, fingerprint
 from torchrl_vla.schema import SuiteMeta
 
+MODEL = "model."
+"""Where the prefix lies in the published network."""
 TINY_FIRST_WORD = 2
 """First word id of the tiny model; 0 is unused and 1 begins a prompt."""
 
@@ -194,6 +197,9 @@ class PI0Policy(FlowPolicy):
 def split(network: PI0ForConditionalGeneration) -> PI0ForConditionalGeneration:
     """Take the action expert out of ``network``; its ``model`` keeps the prefix.
 
+    Of a network that waits for its weights, the expert, which every rank has whole, gets them now;
+    the prefix goes on waiting.
+
     Returns:
         A network of the same class without a ``vlm``; both share no parameter.
     """
@@ -204,6 +210,13 @@ def split(network: PI0ForConditionalGeneration) -> PI0ForConditionalGeneration:
     expert.embed_action_time = network.embed_action_time
     expert.action_out_proj = network.action_out_proj
     network.model.dit = None
+    pending = take_pending(network)
+    if pending is not None:
+        inside = {name for name in pending.names if name.startswith(MODEL)}
+        names = {name.removeprefix(MODEL): pending.names[name] for name in inside}
+        wait_for(network.model, pending.folder, names)
+        wait_for(expert, pending.folder, pending.names)
+        fill(expert)
     return expert
 
 
@@ -299,7 +312,8 @@ def make_policy(
     """
     if head != "flow":
         raise ValueError(f"policy.head is {head!r}; pi0 acts by its flow head: policy.head=flow")
-    network, prompts, scale, entry = _source(meta, checkpoint, size, chunk_size)
+    deferred = is_deferring() and weights is None
+    network, prompts, scale, entry = _source(meta, checkpoint, size, chunk_size, deferred=deferred)
     table = prompt_table([image_prompt(network.config, len(meta.cameras)) + ids for ids in prompts])
     trunk = PI0Trunk(network, table.shape[1], attention_heads=attention_heads, pixel_scale=scale)
     reader = PromptReader(
@@ -326,7 +340,12 @@ def make_policy(
 
 
 def _source(
-    meta: SuiteMeta, checkpoint: str | None, size: str | None, chunk_size: int
+    meta: SuiteMeta,
+    checkpoint: str | None,
+    size: str | None,
+    chunk_size: int,
+    *,
+    deferred: bool,
 ) -> tuple[PI0ForConditionalGeneration, list[list[int]], PixelScale, Mapping[str, Any]]:
     """Return network, prompts, pixel scale and statistics, from a folder or tiny and random."""
     check_source(checkpoint, size)
@@ -335,7 +354,7 @@ def _source(
             raise ValueError(f"chunk_size is {chunk_size}; a chunk has at least 1 step")
         return tiny_network(meta, chunk_size), tiny_prompts(meta.instructions), PixelScale(), {}
     folder = resolve_checkpoint(checkpoint)
-    network = load_network(PI0ForConditionalGeneration, folder)
+    network = load_network(PI0ForConditionalGeneration, folder, deferred=deferred)
     limits = {
         "chunk_size": (chunk_size, network.config.chunk_size),
         "the suite's action dims": (meta.action_dim, network.config.max_action_dim),

@@ -19,7 +19,13 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.utils.checkpoint import checkpoint
@@ -35,6 +41,7 @@ def shard(
     param_dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype = torch.float32,
     recompute: bool = False,
+    offload: bool = False,
 ) -> nn.Module:
     """Shard ``module`` in place: each instance of ``blocks`` is gathered alone, then the rest.
 
@@ -51,6 +58,8 @@ def shard(
         recompute: activation checkpointing: a block keeps its inputs alone and runs forward once
             more in the backward pass. Names of parameters stay as they are. ``copy.deepcopy`` of
             the module would go on calling the original blocks: build copies anew.
+        offload: shards, their gradients and so the optimizer live in host memory; a layer is copied
+            to the device while it is used. Slower, and room for a model that does not fit.
 
     Returns:
         ``module``, whose parameters are now float32 DTensors.
@@ -73,9 +82,14 @@ def shard(
     if recompute:
         for block in found:
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+    where = OffloadPolicy()
+    if offload:  # pinned memory is a GPU's
+        where = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
     # Inner blocks first: an outer one takes every parameter that no inner one has.
     for block in (*reversed(found), module):
-        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
+        fully_shard(
+            block, mesh=mesh, mp_policy=policy, reshard_after_forward=True, offload_policy=where
+        )
     return module
 
 

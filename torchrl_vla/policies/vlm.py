@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import AutoModelForImageTextToText, SmolVLMConfig
 
+from torchrl_vla.policies.deferred import first_rows, is_deferring
 from torchrl_vla.policies.families import (
     HEADS,
     PAD,
@@ -50,6 +51,8 @@ from torchrl_vla.schema import SuiteMeta
 Reads = Literal["queries", "last", "mean"]
 NETWORK = "model.model.backbone."
 """Where the published network lies in a policy."""
+SCALE_ROWS = 4096
+"""Rows of the word embedding whose spread the queries start with."""
 TINY_FIRST_WORD = 3
 """First word id of the tiny model, after padding, begin and image token."""
 
@@ -102,8 +105,9 @@ class VLMTrunk(nn.Module):
             nn.Linear(state_dim, width), nn.GELU(), nn.Linear(width, width)
         )
         # Queries (or, for pooled reads, what tells the chunk's steps apart); as large as words are.
-        scale = backbone.get_input_embeddings().weight.detach().float().std()
-        scale = torch.ones(()) if scale.is_meta or not scale > 0 else scale
+        words = first_rows(backbone, backbone.get_input_embeddings().weight, SCALE_ROWS)
+        scale = torch.ones(()) if words is None else words.float().std()
+        scale = scale if scale > 0 else torch.ones(())
         self.queries = nn.Parameter(scale * torch.randn(1 + chunk_size, width))
         self.value_head = nn.Linear(width, 1)
         self.token_head = None if num_bins is None else TokenHead(width, action_dim, num_bins)
@@ -256,7 +260,10 @@ def make_policy(
     """
     if head not in ("tokens", "gaussian", "flow"):
         raise ValueError(f"policy.head is {head!r}; use 'tokens', 'gaussian' or 'flow'")
-    backbone, table, scale, side = _source(meta, checkpoint, size, prompt, image_size)
+    deferred = is_deferring() and weights is None
+    backbone, table, scale, side = _source(
+        meta, checkpoint, size, prompt, image_size, deferred=deferred
+    )
     sizes = {"chunk_size": chunk_size, "action_dim": meta.action_dim}
     bins = {"num_bins": num_bins} if head == "tokens" else {}
     read = {"reads": reads, "layer": layer, "pixel_scale": scale}
@@ -285,6 +292,8 @@ def _source(
     size: str | None,
     prompt: str | None,
     image_size: int | None,
+    *,
+    deferred: bool,
 ) -> tuple[nn.Module, Tensor, PixelScale, int]:
     """Return backbone, prompt table, pixel scale and image side."""
     check_source(checkpoint, size)
@@ -293,7 +302,7 @@ def _source(
         prompts = tiny_prompts(meta, image_tokens(backbone, meta.image_size))
         return backbone, prompt_table(prompts), PixelScale(), meta.image_size
     folder = resolve_checkpoint(checkpoint)
-    backbone = load_network(AutoModelForImageTextToText, folder)
+    backbone = load_network(AutoModelForImageTextToText, folder, deferred=deferred)
     side = image_size or getattr(backbone.config.vision_config, "image_size", None)
     if side is None:
         raise ValueError(

@@ -9,7 +9,8 @@ Legend: ``B`` rows, ``K`` cameras, ``s`` side of the image, ``L`` sequence, ``d`
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -71,9 +72,32 @@ def to_patches(pixels: Tensor, vision: Any) -> Tensor:
 def image_tokens(backbone: nn.Module, side: int) -> int:
     """Return how many tokens one image of side ``s`` becomes, by trying it."""
     embed = backbone.get_input_embeddings().weight
-    pixels = torch.full((1, 1, 3, side, side), 0.5, dtype=embed.dtype, device=embed.device)
-    with torch.no_grad():
+    device = "cpu" if embed.is_meta else embed.device
+    pixels = torch.full((1, 1, 3, side, side), 0.5, dtype=embed.dtype, device=device)
+    with torch.no_grad(), _lent_storage(backbone):
         return len(encode_images(backbone.model, backbone.config, pixels))
+
+
+@contextmanager
+def _lent_storage(module: nn.Module) -> Iterator[None]:
+    """Give parameters without storage an uninitialised one for a pass whose numbers do not matter.
+
+    It is never written, so the system gives it no memory.
+    """
+    lent = [
+        (part, name, parameter)
+        for part in module.modules()
+        for name, parameter in part._parameters.items()
+        if parameter is not None and parameter.is_meta
+    ]
+    for part, name, parameter in lent:
+        empty = torch.empty(parameter.shape, dtype=parameter.dtype)
+        part._parameters[name] = nn.Parameter(empty, requires_grad=False)
+    try:
+        yield
+    finally:
+        for part, name, parameter in lent:
+            part._parameters[name] = parameter
 
 
 def positions(settings: Any, words: Tensor, mask: Tensor, image: Tensor) -> Tensor:

@@ -8,23 +8,20 @@ and optionally ``dataset_statistics.json``, ``preprocessor_config.json`` and OFT
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from torchrl_vla.policies.action_tokens import ActionWindow
-from torchrl_vla.policies.deferred import wait_for
+from torchrl_vla.policies.deferred import stored_tensors, wait_for
 from torchrl_vla.policies.openvla.backbone import Attention, OpenVLA
 from torchrl_vla.policies.openvla.towers import TowerSizes, dinov2_sizes, siglip_sizes
 
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
 TOWERS = {
     "vit_large_patch14_reg4_dinov2.lvd142m": dinov2_sizes,
     "vit_so400m_patch14_siglip_224": siglip_sizes,
@@ -109,36 +106,6 @@ def _pixel_statistics(towers: tuple[TowerSizes, ...], folder: Path) -> tuple[Tow
     )
 
 
-def tensors(folder: Path, *, wanted: str = "", values: bool = True) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of the folder's safetensors, one at a time.
-
-    Args:
-        folder: of the checkpoint.
-        wanted: beginning of the keys that are read.
-        values: False gives tensors of the stored shapes without storage; no weight is read.
-
-    Raises:
-        FileNotFoundError: neither an index nor a single file, or a shard is missing.
-    """
-    index = folder / INDEX
-    if index.is_file():
-        files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    else:
-        files = [SINGLE]
-    missing = [name for name in files if not (folder / name).is_file()]
-    if missing:
-        raise FileNotFoundError(f"{folder} lacks {missing}; download the whole checkpoint")
-    for name in files:
-        with safe_open(folder / name, "pt") as file:
-            for key in file.keys():  # noqa: SIM118
-                if not key.startswith(wanted):
-                    continue
-                if values:
-                    yield key, file.get_tensor(key)
-                else:
-                    yield key, torch.empty(file.get_slice(key).get_shape(), device="meta")
-
-
 def check_fit(stored: Mapping[str, Tensor], module: nn.Module, source: str) -> None:
     """Compare keys and shapes.
 
@@ -187,12 +154,12 @@ def load_backbone(
     """
     with torch.device("meta"):
         model = OpenVLA(settings.towers, settings.language, settings.window, attention)
-    stored = {key: value.to(dtype) for key, value in tensors(folder, values=not deferred)}
+    stored = {key: value.to(dtype) for key, value in stored_tensors(folder, values=not deferred)}
     proprio = {k: stored.pop(k) for k in list(stored) if k.startswith(PROPRIO)}
     check_fit(stored, model, str(folder))
     if deferred:
         wait_for(model, folder)
-        proprio = dict(tensors(folder, wanted=PROPRIO)) if proprio else {}
+        proprio = dict(stored_tensors(folder, wanted=PROPRIO)) if proprio else {}
     else:
         model.load_state_dict(stored, assign=True)
     # The rotary frequencies are not in any checkpoint, and without storage they were not computed.
