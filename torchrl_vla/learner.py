@@ -110,7 +110,7 @@ class Learner:
         )
 
     def update(self, batch: TensorDictBase) -> dict[str, float]:
-        """Take one optimizer step on ``batch`` (this rank's rows of the minibatch).
+        """Take one optimizer step on ``batch`` (this rank's rows of the minibatch, on any device).
 
         Returns:
             Global means of the objective's scalars, ``grad_norm/<group>`` before clipping and
@@ -119,6 +119,8 @@ class Learner:
         Raises:
             FloatingPointError: a gradient is not finite; parameters are left as they were.
         """
+        if self.topology.device.type != "cpu":  # data wait on the host
+            batch = batch.to(self.topology.device)
         totals = self._totals(batch)
         size = self.micro_batch_size or len(batch)
         micro_batches = [batch] if size >= len(batch) else batch.split(size)

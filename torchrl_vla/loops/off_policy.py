@@ -42,7 +42,7 @@ from torchrl_vla.metrics import (
     Stopwatch,
 )
 from torchrl_vla.objectives.critics import ActorCritic
-from torchrl_vla.policies.deferred import without_weights
+from torchrl_vla.policies.deferred import features_on_host, without_weights
 from torchrl_vla.remote import Listening, RemoteActors
 from torchrl_vla.replay import ReplayFeed, Sampling
 from torchrl_vla.schema import SuiteMeta
@@ -180,7 +180,7 @@ def train(
             if over or (saves and run.deterministic):
                 break
     if over and not run.interrupted:
-        run.finish(evaluated, q_judge(evaluated, goal.state.q))
+        run.finish(evaluated, q_judge(evaluated, goal.state.q.cpu()))
     return over
 
 
@@ -394,7 +394,7 @@ def make_feed(
         demonstrations=recorded,
         rule=settings,
         tasks=len(run.suite.meta.instructions),
-        encode=policy.features if frozen else None,
+        encode=features_on_host(policy, run.topology) if frozen else None,
         seed=seed * 1000 + run.topology.rank,
         gamma=gamma,
         n_steps=settings.n_steps,

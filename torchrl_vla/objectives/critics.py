@@ -188,7 +188,8 @@ def row_counts(batch: TensorDictBase, cloned: ClonedRows | None) -> dict[str, Te
         batch: the minibatch.
         cloned: see :func:`cloned_steps`; ``None``: there is no cloning term.
     """
-    counts = {"rows": torch.tensor(len(batch))}
+    where = batch[schema.REWARD].device
+    counts = {"rows": torch.full((), len(batch), device=where)}
     if cloned is not None:
         source = batch.get(ACTOR_ROWS, batch)
         counts["cloned"] = cloned_steps(source, cloned).sum() * source[schema.CHUNK].shape[-1]

@@ -45,7 +45,7 @@ class GroundingObjective:
 
     def counts(self, batch: TensorDictBase) -> dict[str, Tensor]:
         """Return the number of scenes."""
-        return {"scenes": torch.tensor(len(batch))}
+        return {"scenes": torch.full((), len(batch), device=batch[self.label_key].device)}
 
     def __call__(self, batch: TensorDictBase, totals: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return ``loss_position`` and ``position_error_m`` (mean distance in the plane)."""

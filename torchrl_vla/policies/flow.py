@@ -96,7 +96,8 @@ def sample_times(
 
     Source: Black et al. 2024, "pi0", arXiv:2410.24164, appendix B (more weight on noisy times).
     """
-    draws = torch.distributions.Beta(alpha, beta).sample(shape).to(device)
+    first, second = (torch.tensor(value, device=device) for value in (alpha, beta))
+    draws = torch.distributions.Beta(first, second).sample(shape)
     return offset + scale * draws
 
 
