@@ -191,9 +191,8 @@ def ppo_variants(ranks: topology.Topology, minibatch: int) -> dict[str, Update]:
 
 def sac_batch(policy: torch.nn.Module, conf: Mapping[str, Any], folder: Path) -> TensorDictBase:
     """Return a minibatch as the loop draws it: online rows and demonstrations, cached features."""
-    run = SimpleNamespace(
-        suite=TabletopSuite(), chunk_size=CHUNK, topology=SimpleNamespace(rank=0, world_size=1)
-    )
+    alone = SimpleNamespace(rank=0, world_size=1, device=torch.device("cpu"))
+    run = SimpleNamespace(suite=TabletopSuite(), chunk_size=CHUNK, topology=alone)
     settings = off_policy.ReplaySettings(
         **{**arguments(conf["algo"]["replay"]), "demonstration_episodes": 8, "capacity": 512}
     )

@@ -285,7 +285,7 @@ def ppo_rows(valid: list[bool]) -> tuple[Learner, TensorDict]:
     return learner, rows
 
 
-ALONE = SimpleNamespace(world_size=1)
+ALONE = SimpleNamespace(world_size=1, device=torch.device("cpu"))
 
 
 @pytest.mark.parametrize("rows", [2, 3])

@@ -234,6 +234,10 @@ def test_a_run_goes_on_where_it_stopped(one: topo.Topology, tmp_path: Path, obje
         ),
         (lambda: UpdateSettings(1e-3, 1e-3, 1e-3, 0.0), "max_grad_norm is 0.0"),
         (lambda: UpdateSettings(1e-3, 1e-3, 0.0, 1.0), r"updates\.alpha_lr is 0\.0"),
+        (
+            lambda: UpdateSettings(1e-3, 1e-3, None, 1.0, recompute=True),
+            r"updates\.recompute=True and offload=False need a trained trunk",
+        ),
     ],
 )
 def test_settings_out_of_range(make, message):
