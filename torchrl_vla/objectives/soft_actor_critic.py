@@ -347,7 +347,7 @@ class SoftActorCritic:
         return {
             "loss_critic": share * loss_critic,
             "td_error": share * info["td_error"].mean(),
-            "alpha": share * self.loss._alpha,
+            **({"alpha": share * self.loss._alpha} if self.learns_alpha else {}),
             **q_statistics(self.loss.online, batch, totals),
         }
 
