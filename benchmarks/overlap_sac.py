@@ -43,7 +43,7 @@ from torchrl_vla.actors import (
 from torchrl_vla.envs.chunked import ChunkedEnv, InitStateStream
 from torchrl_vla.envs.tabletop import TabletopSuite
 from torchrl_vla.learner import Learner
-from torchrl_vla.loops import actor_critic, off_policy, pacing
+from torchrl_vla.loops import actor_critic, intake, off_policy, pacing
 from torchrl_vla.loops.replay_folder import layout_of
 from torchrl_vla.metrics import WAIT_ACTORS, Stopwatch
 from torchrl_vla.objectives.soft_actor_critic import SoftActorCritic
@@ -155,13 +155,13 @@ class Overlapped:
 
     def work(self, decisions: int) -> Sample:
         """Do the work of ``decisions`` decisions; return rates and who waited."""
-        side, recent, watch = self.side, off_policy.Recent(deque(maxlen=200)), Stopwatch()
+        side, recent, watch = self.side, intake.Recent(deque(maxlen=200)), Stopwatch()
         batch = side.batch * side.actors.num_workers
         pacer = FixedWork(side.pace, side.batch, 0, limit=-(-decisions // batch) * batch)
         self.actors.idle_share()
         started = time.perf_counter()
         while pacer.updates < side.updates_of(pacer.limit):
-            off_policy.drain(self.actors, side.feed, recent, pacer, watch)
+            intake.drain(self.actors, side.feed, recent, pacer, watch)
             side.learner.update(side.feed.sample())
             pacer.updates += 1
             if pacer.updates % side.pace.publish_updates == 0:

@@ -15,7 +15,8 @@ from torchrl_vla import schema
 from torchrl_vla import topology as topo
 from torchrl_vla.actors import ActorSettings, load_full_weights
 from torchrl_vla.loops.actor_critic import UpdateSettings
-from torchrl_vla.loops.off_policy import Recent, ReplaySettings, drain, train
+from torchrl_vla.loops.intake import Recent, drain
+from torchrl_vla.loops.off_policy import ReplaySettings, train
 from torchrl_vla.loops.pacing import Pacer, PaceSettings
 from torchrl_vla.loops.plans import CheckpointPlan
 from torchrl_vla.metrics import Stopwatch, read_metrics

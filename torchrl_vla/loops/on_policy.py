@@ -179,7 +179,7 @@ class Seen:
     """What actors did: counts since the last look, and outcomes since the last record."""
 
     left_out: int = 0
-    """Decisions still to come before outcomes count; see :func:`first_decisions`."""
+    """Decisions still to come before outcomes count (``first_decisions`` of ``loops.workers``)."""
     env_steps: int = 0
     decisions: int = 0
     new_episodes: int = 0
