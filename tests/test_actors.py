@@ -15,6 +15,8 @@ from steer import LAYOUT, Steer, nothing_left, start, weights
 from torchrl_vla import schema
 from torchrl_vla.actors import actor_streams, behaviour_copy, make_actor_env
 from torchrl_vla.actors.board import Heartbeat, end_wait, idle_seconds, lines_of, make_board
+from torchrl_vla.envs.chunked import IDS_PER_STREAM
+from torchrl_vla.envs.splits import SPLIT_SIZE
 from torchrl_vla.replay import make_replay
 
 KEYS = (schema.EPISODE_ID, schema.DECISION)
@@ -200,15 +202,25 @@ def test_streams_of_seeds_ranks_and_workers_never_meet():
     # Field case B32.
     found = [
         stream
-        for seed in (0, 1, 2)
-        for rank in (0, 1, 63)
+        for seed in (0, 1, 2, 200_000)
+        for rank in (0, 1, 63, 64, 511, 1023)
+        if seed < 3 or rank < 64
         for stream in actor_streams(seed, rank, 64)
     ]
-    assert len(set(found)) == 3 * 3 * 64
-    assert max(actor_streams(200_000, 63, 64)) < len(SPLITS["train"]) // 10**6 * 10**4
-    for seed, rank, workers in ((-1, 0, 1), (200_001, 0, 1), (0, 64, 1), (0, -1, 1), (0, 0, 65)):
-        with pytest.raises(ValueError, match=r"is -?\d+; it must be in 0\.\."):
-            actor_streams(seed, rank, workers)
+    assert len(set(found)) == (3 * 6 + 3) * 64
+    # what runs of up to 64 ranks have recorded stays theirs
+    assert actor_streams(2, 63, 2) == [(2 * 64 + 63) * 64, (2 * 64 + 63) * 64 + 1]
+    assert max(actor_streams(200_000, 63, 64)) < min(actor_streams(0, 64, 64))
+    assert max(actor_streams(2_900, 1023, 64)) < SPLIT_SIZE // IDS_PER_STREAM
+
+
+@pytest.mark.parametrize(
+    ("seed", "rank", "workers"),
+    [(-1, 0, 1), (200_001, 0, 1), (2_901, 64, 1), (0, 1024, 1), (0, -1, 1), (0, 0, 65)],
+)
+def test_a_seed_or_rank_without_streams_of_its_own_is_refused(seed: int, rank: int, workers: int):
+    with pytest.raises(ValueError, match=r"is -?\d+; on rank -?\d+ it must be in 0\.\."):
+        actor_streams(seed, rank, workers)
 
 
 def test_streams_go_on_where_a_checkpoint_says():

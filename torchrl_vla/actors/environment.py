@@ -11,6 +11,10 @@ from torchrl_vla import schema
 from torchrl_vla.envs.chunked import ChunkedEnv, InitStateStream
 from torchrl_vla.envs.simulator import Suite
 
+_WORKERS, _RANKS, _SEEDS = 64, 64, 200_001
+_MOST_RANKS, _SEEDS_OF_MANY = 1024, 2_901
+"""Blocks of initial-state streams; all of them fit into a split (``envs/splits.py``)."""
+
 
 class NonFiniteError(ValueError):
     """A worker's batch holds a number that is not finite."""
@@ -56,14 +60,26 @@ def make_actor_env(
 def actor_streams(seed: int, rank: int, num_workers: int) -> list[int]:
     """Return the initial-state stream of each worker: distinct over seeds, ranks and workers.
 
+    Ranks from 64 on have their streams behind those of ranks 0..63, of which there is room for
+    fewer seeds; a run's first 64 ranks have the same streams whatever its size.
+
+    Args:
+        seed: 0..200,000; on ranks from 64 on 0..2,900.
+        rank: 0..1023.
+        num_workers: 0..64.
+
     Raises:
         ValueError: a number is outside its range.
     """
-    limits = {"seed": (seed, 200_000), "rank": (rank, 63), "num_workers": (num_workers, 64)}
-    for name, (value, limit) in limits.items():
+    seeds = _SEEDS if rank < _RANKS else _SEEDS_OF_MANY
+    limits = {"rank": (rank, _MOST_RANKS - 1), "num_workers": (num_workers, _WORKERS)}
+    for name, (value, limit) in (limits | {"seed": (seed, seeds - 1)}).items():
         if not 0 <= value <= limit:
-            raise ValueError(f"{name} is {value}; it must be in 0..{limit}")
-    return [(seed * 64 + rank) * 64 + worker for worker in range(num_workers)]
+            raise ValueError(f"{name} is {value}; on rank {rank} it must be in 0..{limit}")
+    place = seed * _RANKS + rank
+    if rank >= _RANKS:
+        place = _SEEDS * _RANKS + seed * (_MOST_RANKS - _RANKS) + rank - _RANKS
+    return [place * _WORKERS + worker for worker in range(num_workers)]
 
 
 def to_transitions(batch: TensorDictBase) -> TensorDictBase:
