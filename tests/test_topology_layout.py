@@ -1,4 +1,4 @@
-"""Every split from 1 to 64 ranks, without a process group, a GPU or an environment."""
+"""Every split from 1 to 64 ranks, and 512, without a process group, a GPU or an environment."""
 
 import itertools
 
@@ -10,7 +10,7 @@ from torchrl_vla.topology.environment import Launched, read_environment
 
 SHAPES = [
     (nodes, per_node) for nodes, per_node in itertools.product(range(1, 65), range(1, 9))
-    if nodes * per_node <= 64
+    if nodes * per_node <= 64 or (nodes, per_node) == (64, 8)
 ]  # fmt: skip
 
 
@@ -136,6 +136,13 @@ def test_the_environment_of_a_launcher(launched: pytest.MonkeyPatch):
     launched.setenv("LOCAL_RANK", "2")  # 5 = 4 + 1, so the first node cannot have had 4 ranks
     with pytest.raises(RuntimeError, match=r"rank 5 is number 2 of 4 .* another number"):
         read_environment()
+    launched.setenv("LOCAL_RANK", "1")
+    launched.setenv("TORCHELASTIC_MAX_RESTARTS", "3")  # torchrun --max-restarts=3
+    launched.delenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", raising=False)
+    with pytest.raises(RuntimeError, match=r"max-restarts=3 without TORCH_DISABLE_SHARE_RDZV_TCP"):
+        read_environment()
+    launched.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    assert read_environment() == Launched(5, 8, 1, 4)
     launched.delenv("MASTER_PORT")
     with pytest.raises(RuntimeError, match=r"lacks \['MASTER_PORT'\]"):
         read_environment()

@@ -6,6 +6,7 @@ import os
 from dataclasses import dataclass
 
 _RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+_OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 _MASTER = ("MASTER_ADDR", "MASTER_PORT")
 
 
@@ -30,8 +31,8 @@ def read_environment() -> Launched | None:
     """Return what ``torchrun`` (or another launcher) said; ``None`` if nobody said anything.
 
     Raises:
-        RuntimeError: some of the variables are there and others are missing, or nodes run
-            different numbers of ranks.
+        RuntimeError: some of the variables are there and others are missing, nodes run different
+            numbers of ranks, or torchrun would start ranks again that could not meet.
     """
     found = [name for name in _RANKS if name in os.environ]
     if not found:
@@ -48,6 +49,13 @@ def read_environment() -> Launched | None:
             f"rank {launched.rank} is number {launched.local_rank} of "
             f"{launched.local_world_size} on its node, so another node runs another number; start "
             "the same number of ranks on every node (torchrun --nproc-per-node)"
+        )
+    restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
+    if restarts != "0" and os.environ.get(_OWN_STORE) != "1":
+        raise RuntimeError(
+            f"torchrun --max-restarts={restarts} without {_OWN_STORE}=1: ranks that it starts "
+            "again would find addresses of dead ones in the store that all attempts share, and "
+            f"hang; export {_OWN_STORE}=1 on every node, or use --max-restarts=0"
         )
     return launched
 
