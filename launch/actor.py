@@ -1,7 +1,9 @@
 """Collect for a learner elsewhere: ``python launch/actor.py learner=HOST:PORT secret_file=FILE``.
 
-The learner runs with ``topology=remote``. Start actors before or after it, and as many as the run
-has places (``algo.actors.num_workers`` per rank); end them whenever you like.
+The learner runs with ``topology=remote``. Where folders are shared, ``learner=`` may be the rank's
+``RUN_DIR/actors/rank-R/remote.json``, which says where it listens, also after it has moved. Start
+actors before or after it, and as many as the run has places (``algo.actors.num_workers`` per rank);
+end them whenever you like.
 
 Exit codes: 0 the run is over, or the actor was asked to stop and has delivered what it had; 70 its
 simulators or its policy hung; anything else is an error.
@@ -29,7 +31,7 @@ from omegaconf import DictConfig
 from tensordict.nn import TensorDictModuleBase
 
 from torchrl_vla.envs.simulator import Suite
-from torchrl_vla.remote import RefusedError, read_secret, serve, split_address
+from torchrl_vla.remote import RefusedError, find_learner, read_secret, serve
 
 ROOMS = ("torchrl_vla.envs.", "torchrl_vla.policies.")
 """What a description from the network may name."""
@@ -78,7 +80,7 @@ def build(description: Mapping[str, Any]) -> tuple[Suite, Callable[[], TensorDic
 @hydra.main(version_base="1.3", config_path="../conf", config_name="actor")
 def main(cfg: DictConfig) -> None:
     """Join, collect, leave."""
-    address, secret = split_address(cfg.learner), read_secret(cfg.secret_file)
+    address, secret = find_learner(cfg.learner), read_secret(cfg.secret_file)
     name = cfg.name or f"{socket.gethostname()}-{os.getpid()}"
     try:
         rows, lost = serve(address, secret, name, build)

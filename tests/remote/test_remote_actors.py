@@ -1,5 +1,6 @@
 """Remote actors as real processes over loopback: they come late, die, are cut off and come back."""
 
+import socket
 import time
 from pathlib import Path
 
@@ -160,6 +161,24 @@ def test_when_the_run_is_over_actors_go_home(job: Job):
         pass
     assert process.report() == {"rows": len(job.rows()), "lost": 0}
     assert job.board()["ending"] == "over"
+
+
+def test_an_actor_that_knows_the_learners_file_follows_it_to_another_port(job: Job):
+    board = job.folder / "actors" / "remote.json"
+    job.actor("follows", board)
+    time.sleep(1.0)  # nobody has written it yet
+    job.listen()
+    job.collect(3)
+    cursor, before = job.replay.storage.cursor(), job.port
+    job.remote.close()
+    with socket.create_server(("127.0.0.1", before)):  # somebody else has the port now
+        job.port, job.cursor = 0, cursor
+        job.listen()
+        assert job.port != before
+        job.collect(3)
+    assert job.actors["follows"].alive()
+    assert [place["name"] for place in job.board()["present"]] == ["follows"]
+    check_once(job.rows())
 
 
 def test_a_wrong_secret_is_refused_and_costs_the_learner_nothing(job: Job):

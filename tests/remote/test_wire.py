@@ -10,8 +10,14 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from torchrl_vla.remote.settings import listening, read_secret, split_address
-from torchrl_vla.remote.wire import Channel, RefusedError, WireError, pack, unpack
+from torchrl_vla.remote.settings import (
+    find_learner,
+    listening,
+    read_board,
+    read_secret,
+    split_address,
+)
+from torchrl_vla.remote.wire import PROTOCOL, Channel, RefusedError, WireError, pack, unpack
 
 SECRET = b"s" * 32
 
@@ -73,7 +79,7 @@ def test_a_wrong_secret_is_refused_on_both_sides(ends):
 def test_an_actor_does_not_believe_a_learner_without_the_secret(ends):
     with ThreadPoolExecutor() as pool:
         actor = pool.submit(ends[1].answer, SECRET)
-        ends[0].send({"protocol": 1, "nonce": "00" * 32})
+        ends[0].send({"protocol": PROTOCOL, "nonce": "00" * 32})
         ends[0].receive()
         ends[0].send({"proof": "00" * 32})
         with pytest.raises(WireError, match="does not know the job's secret"):
@@ -170,3 +176,17 @@ def test_addresses_and_secrets(tmp_path: Path):
     for wrong in ("0.0.0.0:1", "[::]:1", ":1"):
         with pytest.raises(ValueError, match="every interface"):
             listening(wrong, secret, {})
+
+
+def test_a_learner_is_found_by_address_or_by_its_file(tmp_path: Path):
+    assert find_learner("n1:29700") == ("n1", 29700)
+    board = tmp_path / "remote.json"
+    assert find_learner(str(board)) == board
+    with pytest.raises(FileNotFoundError):
+        read_board(board)
+    board.write_text('{"listens": "10.0.0.7:4711", "present": []}')
+    assert read_board(board) == ("10.0.0.7", 4711)
+    for wrong in ("[]", "{}", '{"listens": 5}', '{"listens"', '{"listens": "10.0.0.7"}'):
+        board.write_text(wrong)
+        with pytest.raises(ValueError, match=r"HOST:PORT|delimiter"):
+            read_board(board)

@@ -7,7 +7,13 @@ a scheduler), encrypt what they send, or serve on-policy algorithms, whose round
 
 from torchrl_vla.remote.actor import serve
 from torchrl_vla.remote.server import RemoteActors, start_listening
-from torchrl_vla.remote.settings import Listening, listening, read_secret, split_address
+from torchrl_vla.remote.settings import (
+    Listening,
+    find_learner,
+    listening,
+    read_secret,
+    split_address,
+)
 from torchrl_vla.remote.wire import RefusedError, WireError
 
 __all__ = [
@@ -15,6 +21,7 @@ __all__ = [
     "RefusedError",
     "RemoteActors",
     "WireError",
+    "find_learner",
     "listening",
     "read_secret",
     "serve",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import signal
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,13 +28,16 @@ Build = Callable[[Mapping[str, Any]], tuple[Suite, Callable[[], TensorDictModule
 _FAREWELL_SECONDS = 20.0
 
 
-def serve(address: tuple[str, int], secret: bytes, name: str, build: Build) -> tuple[int, int]:
+def serve(
+    address: tuple[str, int] | Path, secret: bytes, name: str, build: Build
+) -> tuple[int, int]:
     """Collect for the learner rank at ``address`` until the run is over; the process's main part.
 
     SIGTERM and SIGINT let the actor deliver what it has and take leave.
 
     Args:
-        address: host and port of the rank.
+        address: host and port of the rank, or the file of its run that has them
+            (``actors/rank-R/remote.json``), which need not exist yet.
         secret: of the job.
         name: of this actor, for people.
         build: makes suite and policy from the run's description.
@@ -43,6 +47,7 @@ def serve(address: tuple[str, int], secret: bytes, name: str, build: Build) -> t
 
     Raises:
         RefusedError: the learner refuses this actor.
+        ValueError: the file is there and names no address.
     """
     torch.set_num_threads(1)
     link = Link(address, secret, name)
@@ -50,7 +55,7 @@ def serve(address: tuple[str, int], secret: bytes, name: str, build: Build) -> t
         signal.signal(number, lambda *_: link.leave())
     link.start()
     while (plan := link.plan()) is not None:
-        _LOG.warning("actor %s has place %d of %s:%d", name, plan["place"], *address)
+        _LOG.warning("actor %s has place %d of %s", name, plan["place"], link.learner)
         _collect(link, plan, build)
     return link.finish(_FAREWELL_SECONDS)
 

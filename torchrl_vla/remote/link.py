@@ -18,11 +18,13 @@ import time
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from tensordict import TensorDictBase
 
+from torchrl_vla.remote.settings import read_board
 from torchrl_vla.remote.wire import Channel, Key, pack, unpack
 
 _LOG = logging.getLogger(__name__)
@@ -56,7 +58,8 @@ class Link(threading.Thread):
     """The connection of one actor process to its learner rank.
 
     Args:
-        address: host and port of the rank.
+        address: host and port of the rank, or the file where it says them; that is read again
+            before every attempt to join, because a learner that starts again may be elsewhere.
         secret: of the job.
         name: of the actor, for people.
         timeout: seconds without progress after which the connection counts as cut, until the
@@ -64,11 +67,13 @@ class Link(threading.Thread):
     """
 
     def __init__(
-        self, address: tuple[str, int], secret: bytes, name: str, timeout: float = 30.0
+        self, address: tuple[str, int] | Path, secret: bytes, name: str, timeout: float = 30.0
     ) -> None:
         super().__init__(name="link", daemon=True)
         self._address, self._secret, self._label = address, secret, name
         self._timeout, self._actor = timeout, secrets.token_hex(8)
+        self.learner = str(address)
+        """Where it was looked for last, for people."""
         self._changed = threading.Condition()
         self._plan: dict[str, Any] = {}
         self._credits = 0
@@ -193,7 +198,7 @@ class Link(threading.Thread):
                     finally:
                         channel.close()
             except OSError as error:
-                _LOG.warning("%s:%d: %s; trying again", *self._address, error)
+                _LOG.warning("%s: %s; trying again", self.learner, error)
             if not self._over:
                 self._pause(pause)
                 pause = min(2 * pause, _SLOWEST_RETRY)
@@ -209,7 +214,10 @@ class Link(threading.Thread):
             time.sleep(0.05)
 
     def _join(self) -> Channel | None:
-        connection = socket.create_connection(self._address, timeout=self._timeout)
+        found = self._address
+        where = read_board(found) if isinstance(found, Path) else found
+        self.learner = f"{where[0]}:{where[1]}"
+        connection = socket.create_connection(where, timeout=self._timeout)
         channel = Channel(connection, self._timeout)
         try:
             channel.answer(self._secret)
@@ -228,7 +236,7 @@ class Link(threading.Thread):
             channel.close()
             raise
         if "wait" in welcome:
-            _LOG.warning("%s:%d: %s; waiting", *self._address, welcome["wait"])
+            _LOG.warning("%s: %s; waiting", self.learner, welcome["wait"])
             channel.close()
             return None
         self._take_plan(welcome)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import json
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -79,6 +80,31 @@ def split_address(address: str) -> tuple[str, int]:
     if not colon or not port.isdigit() or int(port) > 65535:
         raise ValueError(f"the address is {address!r}; write HOST:PORT with a port of 0..65535")
     return host.removeprefix("[").removesuffix("]"), int(port)
+
+
+def find_learner(text: str) -> tuple[str, int] | Path:
+    """Return where an actor looks for its learner rank: ``HOST:PORT``, or a run's ``*.json``.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    return Path(text) if text.endswith(".json") else split_address(text)
+
+
+def read_board(path: Path) -> tuple[str, int]:
+    """Return host and port of the learner rank that wrote ``path``, see :meth:`Hub.write_board`.
+
+    Raises:
+        FileNotFoundError: it has not started yet.
+        ValueError: the file names no address.
+    """
+    facts = json.loads(path.read_text())
+    if not isinstance(facts, dict) or not isinstance(facts.get("listens"), str):
+        raise ValueError(
+            f"{path} does not say where a learner listens; give HOST:PORT, or RUN_DIR/actors/"
+            "rank-R/remote.json of a run with topology=remote"
+        )
+    return split_address(facts["listens"])
 
 
 def read_secret(path: str | Path) -> bytes:
