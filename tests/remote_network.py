@@ -36,14 +36,23 @@ class Relay:
                     here.close()
                     continue
                 self._pairs.append((here, there))
-                for source, sink, up in ((here, there, True), (there, here, False)):
-                    threading.Thread(
-                        target=self._forward, args=(source, sink, up), daemon=True
-                    ).start()
+                above, below = self.readers()
+                for way in ((here, there, True, above), (there, here, False, below)):
+                    threading.Thread(target=self._forward, args=way, daemon=True).start()
 
-    def _forward(self, source: socket.socket, sink: socket.socket, up: bool) -> None:
+    def readers(self) -> tuple[object, object]:
+        """Return what :meth:`pass_on` gets for a new connection, for each direction."""
+        return None, None
+
+    def pass_on(self, data: bytes, reader: object, *, up: bool) -> None:
+        """Look at what is on its way; ``up`` is from the actor to the learner."""
+
+    def _forward(
+        self, source: socket.socket, sink: socket.socket, up: bool, reader: object
+    ) -> None:
         with contextlib.suppress(OSError):
             while data := source.recv(1 << 16):
+                self.pass_on(data, reader, up=up)
                 time.sleep(self.delay)
                 if up and self.deaf_after is not None:
                     self.deaf_after -= len(data)

@@ -8,6 +8,7 @@ import pytest
 from remote_job import BATCH, BATCH_BYTES, KEYS, Job, check_once, committed
 from remote_network import Relay, eventually, free_port
 from remote_nursery import Nursery
+from remote_tap import Tap
 from steer import weights
 
 from torchrl_vla import schema
@@ -95,6 +96,31 @@ def test_a_cut_connection_neither_loses_nor_repeats_a_batch(job: Job):
     relay.close()
 
 
+def test_nobody_waits_for_what_a_silent_actor_was_asked_for(job: Job):
+    job.listen(timeout=1e4)  # so long it keeps its place
+    relay = Tap(job.address)
+    job.actor("silent", relay.address)
+    job.collect(2)
+    relay.unplug()
+    job.remote.request()  # and so it is asked
+    eventually(lambda: job.remote.hub.places.all[0].owed == 1)
+    job.actor("other")
+    while not job.remote.receive():
+        pass
+    job.taken += 1
+    assert job.remote.present == 2
+    assert job.remote.pending == 0
+    relay.plug()
+    eventually(lambda: len(job.rows()) == 4 * BATCH)
+    job.collect(5)
+    check_once(job.rows())
+    reports = [job.actors[name].ask_to_leave() for name in ("silent", "other")]
+    assert all(report["lost"] == 0 for report in reports)
+    assert sum(report["rows"] for report in reports) == len(job.rows())
+    assert len(relay.confirmed) == reports[0]["rows"]
+    relay.close()
+
+
 def test_a_slow_link_carries_only_the_newest_weights(job: Job):
     job.listen()
     relay = Relay(job.address)
@@ -137,6 +163,24 @@ def test_a_restarted_learner_goes_back_and_its_actors_join_again(job: Job):
     assert (rows[schema.CHUNK][rows[schema.POLICY_VERSION].flatten() == 2] == -0.5).all()
 
 
+def test_an_actor_that_knows_the_learners_file_follows_it_to_another_port(job: Job):
+    board = job.folder / "actors" / "remote.json"
+    job.actor("follows", board)
+    time.sleep(1.0)  # nobody has written it yet
+    job.listen()
+    job.collect(3)
+    cursor, before = job.replay.storage.cursor(), job.port
+    job.remote.close()
+    with socket.create_server(("127.0.0.1", before)):  # somebody else has the port now
+        job.port, job.cursor = 0, cursor
+        job.listen()
+        assert job.port != before
+        job.collect(3)
+    assert job.actors["follows"].alive()
+    assert [place["name"] for place in job.board()["present"]] == ["follows"]
+    check_once(job.rows())
+
+
 def test_another_run_on_the_same_port_is_built_anew(job: Job, tmp_path: Path):
     job.listen()
     job.actor("stays")
@@ -161,24 +205,6 @@ def test_when_the_run_is_over_actors_go_home(job: Job):
         pass
     assert process.report() == {"rows": len(job.rows()), "lost": 0}
     assert job.board()["ending"] == "over"
-
-
-def test_an_actor_that_knows_the_learners_file_follows_it_to_another_port(job: Job):
-    board = job.folder / "actors" / "remote.json"
-    job.actor("follows", board)
-    time.sleep(1.0)  # nobody has written it yet
-    job.listen()
-    job.collect(3)
-    cursor, before = job.replay.storage.cursor(), job.port
-    job.remote.close()
-    with socket.create_server(("127.0.0.1", before)):  # somebody else has the port now
-        job.port, job.cursor = 0, cursor
-        job.listen()
-        assert job.port != before
-        job.collect(3)
-    assert job.actors["follows"].alive()
-    assert [place["name"] for place in job.board()["present"]] == ["follows"]
-    check_once(job.rows())
 
 
 def test_a_wrong_secret_is_refused_and_costs_the_learner_nothing(job: Job):

@@ -1,5 +1,6 @@
 """Places and credits without a network: who may have which, and what comes back."""
 
+import time
 from pathlib import Path
 
 import pytest
@@ -54,6 +55,26 @@ def test_requests_go_to_whoever_has_nothing_to_do(places: Places):
     places.wanted = 3
     assert [places.grant(a), places.grant(a), places.grant(b), places.grant(b)] == [1, 0, 1, 0]
     assert (places.wanted, places.pending) == (1, 5)
+
+
+def test_the_requests_of_a_silent_actor_are_for_others_until_it_speaks_again(places: Places):
+    a, b = join(places, "a")[0], join(places, "b")[0]
+    places.wanted = 2
+    assert places.grant(a) + places.grant(a) == 1  # the second one is for b
+    places.wanted = 1
+    a.heard = b.heard = time.monotonic()
+    assert not places.pass_over_silent()
+    assert (a.owed, places.wanted) == (1, 1)
+    a.heard = 0.0
+    assert places.pass_over_silent()
+    assert (a.owed, places.wanted, places.pending) == (0, 2, 2)
+    assert places.grant(b) + places.grant(b) == 2
+    places.heard_from(a, 1)
+    assert (a.owed, places.wanted, places.pending) == (1, 0, 3)
+    places.arrived(a)
+    assert (places.done, places.pending) == (1, 3)
+    places.heard_from(a, 7)  # it counts on what the learner knows as long as it speaks
+    assert a.owed == 0
 
 
 def test_what_an_actor_owes_comes_back_when_it_leaves_and_returns_with_it(places: Places):

@@ -297,6 +297,7 @@ class Link(threading.Thread):
             "have": [self._plan["epoch"], self._version],
             "idle_ms": int(1000 * (self._idle + waits)),
             "position": self.position,
+            "owed": self._credits + len(self._outbox),
         }
         if self._outbox:
             return question | {"seq": self._committed + 1}, self._outbox[0][0]

@@ -19,6 +19,8 @@ from torchrl_vla.storage.buffer import JournalReplayBuffer
 
 CREDITS = 2
 """Batches that one actor may owe: one under way on the network while it collects the next."""
+SILENT_SECONDS = 3.0
+"""After which others may do what an actor was asked for; one that works asks twice a second."""
 
 
 @dataclass
@@ -44,11 +46,15 @@ class Place:
     """Its connection; ``None`` while it is away."""
     left: float = 0.0
     """When it was cut off, monotonic seconds."""
+    heard: float = 0.0
+    """When its last question came, monotonic seconds."""
+    silent: bool = False
+    """Whether its requests have been given to others since."""
     committed: int = 0
     """Number of its last batch in the replay."""
     owed: int = 0
     """Batches that it was asked for."""
-    heard: float | None = None
+    told: float | None = None
     """When it last said how long it was idle, monotonic seconds; ``None`` on a new connection."""
     said: float = 0.0
     """What it said: seconds since its process started."""
@@ -59,10 +65,10 @@ class Place:
 
     def hear(self, idle: float, now: float) -> None:
         """Take note that the actor has been idle for ``idle`` seconds, ``now`` (monotonic)."""
-        if self.heard is not None:
-            self.watched += now - self.heard
+        if self.told is not None:
+            self.watched += now - self.told
             self.idle += max(0.0, idle - self.said)
-        self.heard, self.said = now, idle
+        self.told, self.said = now, idle
 
 
 class Places:
@@ -129,8 +135,8 @@ class Places:
         if not own:
             place.actor, place.committed = actor, 0
             place.users += 1
-        place.name, place.address, place.left = name, address, time.monotonic()
-        place.heard = None
+        place.name, place.address, place.told = name, address, None
+        place.left = place.heard = time.monotonic()
         self.joins += 1
         return place, bool(own)
 
@@ -144,7 +150,7 @@ class Places:
 
     def leave(self, place: Place, *, for_good: bool) -> None:
         """Take back what the actor of ``place`` was asked for; ``for_good`` frees its place."""
-        place.channel, place.left = None, time.monotonic()
+        place.channel, place.left, place.silent = None, time.monotonic(), False
         self.wanted += place.owed
         place.owed = 0
         if for_good:
@@ -171,12 +177,28 @@ class Places:
         place.owed = max(0, min(owed, CREDITS))
         self.wanted = max(0, free - place.owed)
 
+    def pass_over_silent(self) -> bool:
+        """Let others have what silent actors were asked for; returns whether there was any."""
+        limit = time.monotonic() - SILENT_SECONDS
+        silent = [place for place in self.present if place.owed and place.heard < limit]
+        for place in silent:
+            self.wanted += place.owed
+            place.owed, place.silent = 0, True
+        return bool(silent)
+
+    def heard_from(self, place: Place, owed: int) -> None:
+        """Take note that an actor spoke and works on ``owed`` batches, in its own count."""
+        place.heard = time.monotonic()
+        if place.silent:
+            place.silent = False
+            self.bring_back(place, owed)
+
     def grant(self, place: Place) -> int:
         """Return how many more batches the actor may collect, 0 or 1.
 
         A second one is for an actor only if there is also one for each that has none.
         """
-        others = sum(not other.owed for other in self.present if other is not place)
+        others = sum(not p.owed and not p.silent for p in self.present if p is not place)
         if place.owed >= CREDITS or self.wanted <= (others if place.owed else 0):
             return 0
         self.wanted -= 1

@@ -114,6 +114,8 @@ class RemoteActors:
         """
         hub = self.hub
         with hub.changed:
+            if hub.places.pass_over_silent():
+                hub.changed.notify_all()
             if wait and not hub.places.done and hub.failure is None:
                 hub.changed.wait(0.5)
                 self._remind()

@@ -2,7 +2,7 @@
 
 After the welcome the actor asks and this side answers, one question at a time:
 
-    actor    {"ready", "have": [epoch, version], "idle_ms", "position", "seq"?} + rows
+    actor    {"ready", "have": [epoch, version], "idle_ms", "position", "owed", "seq"?} + rows
     learner  {"committed", "grant", "version"?} + weights
 
 A question stays open for a second if there is neither work nor anything else to say.
@@ -137,7 +137,9 @@ class Session:
     def _take(self, place: Place, question: dict[str, Any], payload: bytes) -> None:
         """Commit the rows that come with a question, unless they are in the replay already."""
         hub, position = self.hub, _number(question, "position")
+        owed = _number(question, "owed")
         with hub.changed:
+            hub.places.heard_from(place, owed)
             # First: a checkpoint may have fewer rows than its positions say, never more.
             place.position = max(place.position, position)
             place.hear(_number(question, "idle_ms") / 1000, time.monotonic())

@@ -25,7 +25,7 @@ import torch
 from safetensors import SafetensorError
 from tensordict import TensorDictBase
 
-PROTOCOL = 1
+PROTOCOL = 2
 GREETING_BYTES = 1024
 TEXT_BYTES = 1 << 20
 """Longest JSON of an authenticated frame."""
