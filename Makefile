@@ -6,7 +6,7 @@ export OMP_NUM_THREADS
 # Where `make test-all` keeps an environment per benchmark: their MuJoCo versions exclude each other.
 VENVS ?= build/venvs
 
-.PHONY: install test slow test-all lint bench faults soak lock-step fsdp-table
+.PHONY: install test slow test-all lint bench faults soak remote-soak lock-step fsdp-table
 
 install:  ## the package, editable, with what the tests need
 	$(PYTHON) -m pip install -e '.[test]'
@@ -35,6 +35,9 @@ faults:  ## KILLS random kills in a SAC run of two ranks, and a fifth as many in
 
 soak:  ## algo=sac for MINUTES with an actor killed every 20 s
 	$(FAULTS)/soak.py --minutes $(MINUTES)
+
+remote-soak:  ## algo=sac for MINUTES with remote actors that are killed, cut off, added
+	$(FAULTS)/remote_soak.py --minutes $(MINUTES)
 
 lock-step:  ## a run that was killed and resumed equals an uninterrupted one, PPO and SAC
 	$(PYTHON) -m pytest tests/loops/test_lock_step.py -m "slow or not slow" --timeout=1800
