@@ -68,7 +68,7 @@ def missing() -> str | None:
     return None if os.geteuid() == 0 else "the virtual SLURM cluster needs root"
 
 
-def wait_until(is_so: Callable[[], object], what: str, seconds: float = 240) -> None:
+def wait_until(is_so: Callable[[], object], what: str, seconds: float = 600) -> None:
     """Poll; a failure names what never came."""
     limit = time.monotonic() + seconds
     while not is_so():

@@ -12,18 +12,25 @@ import pytest
 from slurm_cluster import ROOT, Cluster, alive, missing, wait_until
 
 SCRIPTS = sorted((ROOT / "launch" / "slurm").glob("*.sbatch"))
+ENDLESS = ("endless=yes",)
+"""The first attempt goes on until it is stopped."""
 needs_slurm = pytest.mark.skipif(missing() is not None, reason=str(missing()))
 
 
 class Job:
     """A training job in its own run folder."""
 
-    def __init__(self, cluster: Cluster, folder: Path, script: str, *options: str, steps: int):
+    def __init__(
+        self, cluster: Cluster, folder: Path, script: str, *options: str,
+        words: tuple[str, ...] = (), steps: int | str | None = None,
+        program: str = "tests/slurm_trainer.py", **environment: str,
+    ):  # fmt: skip
         self.cluster, self.folder = cluster, folder
+        words = words if steps is None else (f"steps={steps}", *words)
         self.number = cluster.run(
-            "sbatch", "--parsable", "--cpus-per-task=1", "--time=10", f"--output={folder}.out",
-            *options, f"launch/slurm/{script}.sbatch", f"steps={steps}",
-            RUN_DIR=str(folder), PROGRAM="tests/slurm_trainer.py",
+            "sbatch", "--parsable", "--cpus-per-task=1", "--time=20", f"--output={folder}.out",
+            *options, f"launch/slurm/{script}.sbatch", *words,
+            RUN_DIR=str(folder), PROGRAM=program, **environment,
         )  # fmt: skip
 
     @property
@@ -39,12 +46,12 @@ class Job:
         rows = map(json.loads, file.read_text().splitlines()) if file.exists() else ()
         return [row for row in rows if row["event"] == kind]
 
-    def wait(self, what: str, is_so) -> None:
+    def wait(self, what: str, is_so, seconds: float = 600) -> None:
         try:
-            wait_until(is_so, what)
+            wait_until(is_so, what, seconds)
         except TimeoutError as error:
             log = Path(f"{self.folder}.out")
-            steps = [path.read_text() for path in self.folder.glob("slurm/*/all.log")]
+            steps = [path.read_text()[-3000:] for path in self.folder.glob("slurm/*/*.log")]
             raise TimeoutError(
                 f"{error}\n{log.read_text() if log.exists() else ''}{steps}"
             ) from None
@@ -52,9 +59,9 @@ class Job:
     def wait_for_ranks(self, number: int) -> None:
         self.wait(f"{number} ranks have started", lambda: len(self.events("start")) >= number)
 
-    def wait_for_end(self) -> None:
+    def wait_for_end(self, seconds: float = 600) -> None:
         ends = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
-        self.wait("the job has ended", lambda: self.state in ends)
+        self.wait("the job has ended", lambda: self.state in ends, seconds)
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +96,7 @@ def test_dry_run_prints_the_command_and_starts_nothing(script: Path, tmp_path: P
 
 @needs_slurm
 def test_stop_before_the_limit_requeue_and_resume(cluster: Cluster, tmp_path: Path):
-    job = Job(cluster, tmp_path / "run", "many_nodes", steps=40)
+    job = Job(cluster, tmp_path / "run", "many_nodes", words=ENDLESS, steps=40)
     job.wait_for_ranks(2)
     cluster.run("scancel", "--batch", "--signal=USR1", job.number)  # what --signal=B:USR1 sends
     job.wait_for_end()
@@ -99,7 +106,7 @@ def test_stop_before_the_limit_requeue_and_resume(cluster: Cluster, tmp_path: Pa
     starts = [(row["attempt"], row["rank"], row["step"]) for row in job.events("start")]
     first, second = f"{job.number}.0", f"{job.number}.1"
     assert sorted(starts) == [(first, 0, 0), (first, 1, 0), (second, 0, step), (second, 1, step)]
-    assert {row["step"] for row in job.events("done")} == {40}
+    assert {row["step"] for row in job.events("done")} == {max(step, 40)}
     assert len({row["node"] for row in job.events("done")}) == 2
     # one log per rank and attempt
     logs = list(job.folder.glob("slurm/*/ranks/*/attempt_0/*/stdout.log"))
@@ -108,9 +115,79 @@ def test_stop_before_the_limit_requeue_and_resume(cluster: Cluster, tmp_path: Pa
 
 
 @needs_slurm
+def test_learners_and_actors_in_one_job(cluster: Cluster, tmp_path: Path):
+    job = Job(
+        cluster, tmp_path / "run", "learners_and_actors", "--nodes=2", ":", "--ntasks-per-node=3",
+        steps=40, words=("meet=3", *ENDLESS), ACTOR="python tests/slurm_actor.py",
+    )  # fmt: skip
+    job.wait("three actors have joined", lambda: len(job.events("actor")) >= 3)
+    cluster.run("scancel", "--batch", "--signal=USR1", job.number)
+    job.wait_for_end()
+    assert (job.state, job.restarts) == ("COMPLETED", 1)
+    # in both attempts: two ranks, and on the third node an actor for rank 0, 1 and 0 again
+    nodes = {row["node"] for row in job.events("start")}
+    (away,) = set(cluster.nodes) - nodes
+    for attempt in ("0", "1"):
+        came = [row for row in job.events("actor") if row["attempt"] == f"{job.number}.{attempt}"]
+        assert sorted((row["rank"], row["name"]) for row in came) == [
+            (0, f"{away}-0"), (0, f"{away}-2"), (1, f"{away}-1"),
+        ]  # fmt: skip
+        assert {(row["mode"], row["places"]) for row in came} == {("0o600", "2")}
+    secrets = [path.read_text() for path in job.folder.glob("slurm/*/secret")]
+    assert len(set(secrets)) == 2
+    assert all(len(secret) == 64 for secret in secrets)
+    # both components are over, and nobody is left
+    wait_until(lambda: cluster.idle() == set(cluster.nodes), "all nodes are idle", 60)
+    wait_until(lambda: not ranks_of(job), "no process is left", 60)
+
+
+REAL = (
+    "algo=sac", "budget.minutes=null", "budget.env_steps=null", "budget.updates=2000",
+    "evaluation.episodes=2", "evaluation.final_episodes=2", "evaluation.num_envs=2",
+    "evaluation.videos=0", "evaluation.every_minutes=1e6", "logger.display=false",
+    "algo.actors.envs_per_worker=2", "algo.actors.decisions_per_env=4",
+    "algo.pace.slack_decisions=32", "algo.pace.publish_updates=20", "algo.pace.warm_up_updates=0",
+    "algo.replay.min_decisions=16", "algo.replay.demonstration_episodes=2",
+    "algo.replay.batch_size=16",
+)  # fmt: skip
+
+
+@needs_slurm
+@pytest.mark.slow
+def test_the_real_programs_as_learner_and_actors(cluster: Cluster, tmp_path: Path):
+    job = Job(
+        cluster, tmp_path / "run", "learners_and_actors", ":", "--nodes=2", "--ntasks-per-node=1",
+        program="launch/train.py", words=REAL,
+    )  # fmt: skip
+
+    def rows() -> list[dict]:
+        file = job.folder / "metrics.jsonl"
+        lines = file.read_text().splitlines() if file.exists() else []
+        return [json.loads(line) for line in lines if line.endswith("}")]
+
+    job.wait(
+        "both actors have joined", lambda: rows() and rows()[-1].get("actors/remote") == 2, 900
+    )
+    cluster.run("scancel", "--batch", "--signal=USR1", job.number)
+    job.wait("it is requeued", lambda: job.restarts == 1, 900)
+    (cursor,) = {row["update"] for row in rows()[-1:]}
+    assert 0 < cursor < 2000
+    job.wait_for_end(900)
+    assert (job.state, job.restarts) == ("COMPLETED", 1)
+    updates = [row["update"] for row in rows()]
+    assert updates == sorted(set(updates))
+    assert updates[-1] == 2000
+    board = json.loads((job.folder / "actors" / "rank-0" / "remote.json").read_text())
+    assert (board["ending"], board["places"]) == ("over", 2)
+    said = (job.folder / "slurm" / f"{job.number}.1" / "actors.log").read_text()
+    assert len(re.findall(r"n\d-[01] delivered [1-9]\d* rows", said)) == 2
+    wait_until(lambda: cluster.idle() == set(cluster.nodes), "all nodes are idle", 60)
+
+
+@needs_slurm
 @pytest.mark.slow
 def test_preempted_with_grace(cluster: Cluster, tmp_path: Path):
-    job = Job(cluster, tmp_path / "run", "many_nodes", "--nodes=3", steps=60)
+    job = Job(cluster, tmp_path / "run", "many_nodes", "--nodes=3", words=ENDLESS, steps=60)
     job.wait_for_ranks(3)
     urgent = cluster.run(
         "sbatch", "--parsable", "--partition=urgent", "--nodes=3", "--exclusive",

@@ -7,6 +7,10 @@
 #   CONTAINER       put before torchrun, such as "apptainer exec --nv image.sif" (nothing)
 #   SAVE_SECONDS    how long a checkpoint may take once the job must stop (150; see --signal)
 #   MAX_REQUEUES    how often a job puts itself back into the queue (50)
+# and, for jobs with actors in their second component:
+#   ACTOR           what an actor is (python launch/actor.py)
+#   INTERFACE       network interface of the learners' nodes that actors come through (the one that
+#                   leads from the first of them to the first node of the actors)
 # --dry-run as the first argument prints what would run and starts nothing; it needs no SLURM.
 set -u
 
@@ -27,10 +31,11 @@ LOGS=$RUN_DIR/slurm/$JOB.$ATTEMPT
 
 say() { echo "$(date +%H:%M:%S) [job $JOB, attempt $ATTEMPT] $*"; }
 
-# The batch script runs on the first node of the job, and so does the rendezvous.
-master_address() {
+# Address of the first node of a list. The batch script runs on the first node of the job, and so
+# does the rendezvous.
+address_of() {
     local first address
-    first=$(scontrol show hostnames "${SLURM_JOB_NODELIST:-}" 2>/dev/null | head -n 1)
+    first=$(scontrol show hostnames "${1:-}" 2>/dev/null | head -n 1)
     if [ -n "$first" ] && ! getent ahosts "$first" >/dev/null; then
         address=$(scontrol show node "$first" | sed -n 's/.*NodeAddr=\([^ ]*\).*/\1/p')
     fi
@@ -50,11 +55,12 @@ free_port() {
 }
 
 PORT=$(free_port) || exit 1
-RENDEZVOUS=(--rdzv-backend=c10d --rdzv-endpoint="$(master_address):$PORT" --rdzv-id="$JOB.$ATTEMPT"
+RENDEZVOUS=(--rdzv-backend=c10d --rdzv-endpoint="$(address_of "${SLURM_JOB_NODELIST:-}"):$PORT" --rdzv-id="$JOB.$ATTEMPT"
     --max-restarts=0 --log-dir="$LOGS/ranks" --tee=3
     --signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1)
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
-export SRUN_CPUS_PER_TASK=${SLURM_CPUS_PER_TASK:-1}   # srun does not take it over from sbatch
+# srun does not take it over from sbatch, and a heterogeneous job has it per component only
+export SRUN_CPUS_PER_TASK=${SLURM_CPUS_PER_TASK:-${SLURM_CPUS_PER_TASK_HET_GROUP_0:-1}}
 
 # One rank is enough: ranks agree to stop. It is a child of the node's torchrun.
 signal_a_rank() {
@@ -86,6 +92,43 @@ requeue() {
     say "requeue"
     trap - TERM USR1
     scontrol requeue "$JOB" && sleep 60   # SLURM ends this shell
+}
+
+# For a job whose second component has actors: task i of them joins learner rank i mod RANKS. Only
+# this job's processes know the secret, and ranks say in the run folder where they listen.
+plan_actors() {
+    local nodes=${SLURM_JOB_NODELIST_HET_GROUP_1:-}
+    ACTORS=${SLURM_NTASKS_HET_GROUP_1:-1}
+    RANKS=$((NODES * RANKS_PER_NODE))
+    PLACES=$(((ACTORS + RANKS - 1) / RANKS))
+    SECRET=$LOGS/secret
+    : "${ACTOR:=python launch/actor.py}"
+    [ -n "$DRY_RUN" ] && : "${INTERFACE:=lo}"
+    [ -n "${INTERFACE:-}" ] || INTERFACE=$(
+        ip -o route get "$(getent ahostsv4 "$(address_of "$nodes")" | sed 's/ .*//;q')" |
+            sed -n 's/.* dev \([^ ]*\).*/\1/p'
+    )
+    [ -n "$INTERFACE" ] || { echo "no route to $nodes: set INTERFACE, such as eth0" >&2; exit 1; }
+}
+
+# Start the actors, beside what follows. One that ends before the run does is started again; the
+# learners do not wait for it, nor does a node that fails here end the job.
+run_actors() {
+    local again='board=$0/actors/rank-$((SLURM_PROCID % $1))/remote.json; shift
+        until "$@" learner="$board" name="$SLURMD_NODENAME-$SLURM_PROCID"; do sleep 5; done'
+    local command=(srun --het-group=1 --cpus-per-task="${SLURM_CPUS_PER_TASK_HET_GROUP_1:-1}" --no-kill
+        --output="$LOGS/actors.log" --open-mode=append
+        bash -c "$again" "$RUN_DIR" "$RANKS" $CONTAINER $ACTOR secret_file="$SECRET")
+    if [ -n "$DRY_RUN" ]; then
+        printf '%q ' "${command[@]}"
+        echo
+        return
+    fi
+    mkdir -p "$LOGS"
+    (umask 077; head -c 32 /dev/urandom | od -An -v -tx1 | tr -d ' \n' >"$SECRET")
+    rm -f "$RUN_DIR"/actors/rank-*/remote.json   # of an earlier attempt, on other nodes perhaps
+    say "$ACTORS actors for $RANKS ranks, through $INTERFACE"
+    "${command[@]}" &
 }
 
 # Run a command on every node of the job until it ends. If it was stopped, and did not fail, put the
