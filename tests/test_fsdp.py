@@ -8,9 +8,10 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable
-from functools import cache
+from collections.abc import Callable, Iterable
+from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 import fsdp_cases
 import pytest
@@ -20,6 +21,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from torchrl_vla import topology as topo
+from torchrl_vla.policies import openvla, pi0, tiny, vlm
+from torchrl_vla.policies.deferred import place
 
 PROGRAM = fsdp_cases.__file__
 LAYOUTS = {"2": (2, 1), "4": (4, 1), "2x2": (4, 2)}
@@ -165,6 +168,39 @@ def kept_bytes(ranks: topo.Topology, recompute: bool) -> int:
 
 def test_recomputing_keeps_less(one: topo.Topology):
     assert kept_bytes(one, recompute=True) < 0.6 * kept_bytes(one, recompute=False)
+
+
+@pytest.mark.parametrize(
+    ("make", "refuses"),
+    [
+        (partial(tiny.make_policy, weights=None), False),
+        (partial(openvla.make_policy, size="tiny", patch_size=16), False),
+        (partial(vlm.make_policy, size="tiny", layer=1), False),
+        (partial(pi0.make_policy, size="tiny"), True),
+    ],
+    ids=["tiny", "openvla", "vlm", "pi0"],
+)
+def test_every_family_recomputes_the_same_gradients_or_refuses(
+    one: topo.Topology, make: Callable[..., Any], refuses: bool
+):
+    found = []
+    for recompute in (False, True):
+        torch.manual_seed(0)
+        policy = make(fsdp_cases.META, chunk_size=fsdp_cases.STEPS)
+        model = policy.model.model
+        if recompute and refuses:
+            with pytest.raises(ValueError, match=rf"layers of {type(model).__name__} may not run"):
+                place(policy, one, recompute=True)
+            return
+        place(policy, one, recompute=recompute)
+        rows = fsdp_cases.transitions(4, 0).exclude("next")
+        out = policy.model(rows, ("features", "value"))
+        (out["features"].square().mean() + out["value"].square().mean()).backward()
+        grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+        found.append({name: grad.full_tensor() for name, grad in grads.items()})
+    assert len(found[0]) > 10
+    for name, grad in found[0].items():
+        torch.testing.assert_close(found[1][name], grad, rtol=1e-6, atol=1e-9, msg=name)
 
 
 def test_a_rank_that_fails_brings_all_down_and_says_why_first():

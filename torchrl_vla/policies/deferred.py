@@ -195,8 +195,16 @@ def place(
 
     Returns:
         The model.
+
+    Raises:
+        ValueError: activations shall be recomputed, and the family's layers may not run twice.
     """
     model = policy.model.model
+    if recompute and not getattr(model, "recomputable", False):
+        raise ValueError(
+            f"updates.recompute=true, but layers of {type(model).__name__} may not run forward "
+            "twice; set updates.recompute=false and a smaller updates.micro_batch_size"
+        )
     if sharded:
         plan = {"blocks": model.shard_plan(), "recompute": recompute, "offload": offload}
         shard(model, topology.mesh, **plan)

@@ -66,6 +66,8 @@ class PI0Trunk(nn.Module):
         pixel_scale: of the checkpoint's image processor.
     """
 
+    recomputable = False  # a layer that runs twice appends its keys and values twice
+
     def __init__(
         self,
         network: PI0ForConditionalGeneration,

@@ -141,6 +141,8 @@ class TinyModel(nn.Module):
         keypoints: ``P`` per camera.
     """
 
+    recomputable = True
+
     def __init__(
         self,
         *,

@@ -76,6 +76,8 @@ class VLMTrunk(nn.Module):
         ValueError: unknown ``reads``, or a layer that does not exist.
     """
 
+    recomputable = True
+
     def __init__(
         self,
         backbone: nn.Module,

@@ -103,6 +103,8 @@ class OpenVLAModel(nn.Module):
         ValueError: autoregressive decoding with bidirectional attention, or with an L1 head.
     """
 
+    recomputable = True
+
     def __init__(
         self,
         backbone: OpenVLA,
