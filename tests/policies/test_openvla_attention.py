@@ -19,7 +19,14 @@ from torchrl_vla.policies.weights import save_weights
 
 ROOT = Path(__file__).parent.parent.parent
 SUITE = TabletopSuite()
-SIZES = {"num_bins": 32, "patch_size": 32, "vision_width": 16, "width": 32, "heads": 2}
+SIZES = {
+    "num_bins": 32,
+    "patch_size": 32,
+    "vision_width": 16,
+    "width": 32,
+    "layers": 2,
+    "heads": 2,
+}
 SETTINGS = {"size": "tiny", "chunk_size": 4, **SIZES}
 
 
@@ -141,7 +148,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture):
     save_weights(weights, modules=policy.parts(), vocabulary=policy.model.vocabulary, recipe={})
     overrides = [
         *("policy=openvla_oft_tiny", f"policy.weights={weights}", f"out={out}"),
-        *(f"+policy.{name}={value}" for name, value in SIZES.items()),
+        *(f"++policy.{name}={value}" for name, value in SIZES.items()),
         *("episodes=3", "samples=40"),
     ]
     for configured, code in (("causal", 1), ("bidirectional", 0)):

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from torch import nn
 
 from torchrl_vla.policies.action_tokens import ActionWindow
 from torchrl_vla.policies.families import FETCHED, check_source, resolve_checkpoint
@@ -59,6 +60,7 @@ def tiny_settings(
     width: int = 96,
     layers: int = 2,
     heads: int = 4,
+    initializer_range: float = 0.02,
 ) -> Settings:
     """Return the settings of a two-tower OpenVLA with random weights.
 
@@ -72,6 +74,8 @@ def tiny_settings(
         width: of the language model.
         layers: of the language model.
         heads: attention heads, in the towers and in the language model.
+        initializer_range: standard deviation of the language model's fresh matrices. Llama's 0.02
+            is for a width of thousands; below ``width ** -0.5`` attention begins flat.
 
     Raises:
         ValueError: patches do not tile the image.
@@ -92,6 +96,7 @@ def tiny_settings(
             "intermediate_size": 4 * width,
             "num_hidden_layers": layers,
             "num_attention_heads": heads,
+            "initializer_range": initializer_range,
             "vocab_size": real + 64,  # like the real one: columns behind the vocabulary
             "pad_token_id": real,
         },
@@ -101,10 +106,18 @@ def tiny_settings(
     )
 
 
-def _tiny_parts(meta: SuiteMeta, attention: Attention, sizes: Mapping[str, int]) -> Parts:
+def _tiny_parts(
+    meta: SuiteMeta,
+    attention: Attention,
+    sizes: Mapping[str, int | float],
+    position_std: float | None = None,
+) -> Parts:
     encode, words = word_encoder(meta.instructions)
     settings = tiny_settings(3 + len(words), meta.image_size, **sizes)
     backbone = OpenVLA(settings.towers, settings.language, settings.window, attention)
+    if position_std is not None:
+        for tower in backbone.vision_backbone.towers:
+            nn.init.normal_(tower.pos_embed, std=position_std)
     facts = {"checkpoint": None, "statistics_sha256": None}
     return Parts(backbone, encode, vocabulary=words, facts=facts)
 
@@ -165,7 +178,8 @@ def make_parts(
     statistics: Kind = "quantile",
     range_epsilon: float = 1e-8,
     deferred: bool = False,
-    **sizes: int,
+    position_std: float | None = None,
+    **sizes: int | float,
 ) -> Parts:
     """Load a checkpoint, or make a tiny network with random weights.
 
@@ -178,6 +192,8 @@ def make_parts(
         statistics: which of them normalise (``"min_max"`` for ALOHA).
         range_epsilon: 1e-8 for OFT, 0 for OpenVLA.
         deferred: leave a checkpoint's network without storage, see ``policies/deferred.py``.
+        position_std: standard deviation of a tiny model's fresh position embeddings; None: 0.02.
+            Beside patches of its own scale a fresh tower soon knows where it looks.
         **sizes: of a tiny model, see :func:`tiny_settings`.
 
     Raises:
@@ -186,7 +202,8 @@ def make_parts(
     """
     check_source(checkpoint, size)
     if checkpoint is None:
-        return _tiny_parts(meta, attention, sizes)
+        return _tiny_parts(meta, attention, sizes, position_std)
+    sizes |= {} if position_std is None else {"position_std": position_std}
     if sizes:
         raise ValueError(f"{sorted(sizes)} are no settings of a checkpoint; only of size=tiny")
     return _loaded_parts(
