@@ -83,7 +83,8 @@ requeue() {
     # After scancel the state is not RUNNING: a job that came back then could not be cancelled.
     # After a node failure or pre-emption without grace it is not either: SLURM requeues by itself.
     local state
-    state=$(scontrol -o show job "$JOB" | sed -n 's/.* JobState=\([A-Z_]*\).*/\1/p')
+    # A heterogeneous job has a line per component, and all have one fate.
+    state=$(scontrol -o show job "$JOB" | sed -n 's/.* JobState=\([A-Z_]*\).*/\1/p' | head -n 1)
     case $state in RUNNING | SIGNALING) ;; *) say "state $state: not requeued here"; return ;; esac
     if [ "$ATTEMPT" -ge "$MAX_REQUEUES" ]; then
         say "requeued $ATTEMPT times already (MAX_REQUEUES): it stays stopped"
