@@ -3,9 +3,10 @@
 Each run is the real command in its own processes and folder, one after the other. A run whose
 folder holds a finished result is read, not repeated, so a long series can be cut and continued.
 
-The off-policy algorithms run from two starts: the shipped one (cloned from 160 demonstrations;
+The off-policy algorithms run from two starts: the shipped one (cloned from 120 demonstrations;
 little is left to gain below what a head on the frozen trunk can reach), and, as ``NAME_few``, a
-head cloned from ``FEW`` demonstrations per kind of task, with as few in the replay.
+head cloned from ``FEW`` demonstrations for each of three verbs, with ``FEW_IN_REPLAY`` in the
+replay.
 
     OMP_NUM_THREADS=1 python benchmarks/learning.py --out benchmarks/results/learning.json
     python benchmarks/learning.py --only ppo sac --seeds 0 --minutes 2     # a try
@@ -34,9 +35,8 @@ from torchrl_vla.metrics import read_metrics
 from torchrl_vla.policies.tiny import SHIPPED_WEIGHTS
 
 ROOT = Path(__file__).resolve().parent.parent
-FEW = 10
-"""Demonstrations per kind of task of the weaker start."""
-KINDS = 4
+FEW, FEW_IN_REPLAY = 10, 40
+"""Demonstrations per verb of the weaker start; all that the learner draws half of its rows from."""
 UTILISATION = ("wait/actors", "wait/learner", "policy_lag", "approx_kl")
 
 
@@ -48,13 +48,13 @@ class Case:
     bar: float | None
     """Points of success over the start; ``None``: shown for comparison."""
     few: bool = False
-    """From a head that was cloned from ``FEW`` demonstrations per kind of task, with only those."""
+    """From a head that was cloned from ``FEW`` demonstrations per verb."""
 
 
 def _off_policy(algorithm: str) -> dict[str, Case]:
     """Return an off-policy algorithm's cases: from the shipped start and from the weaker one."""
     unlimited = (f"algo={algorithm}", "budget.env_steps=null")
-    few = (*unlimited, f"algo.replay.demonstration_episodes={FEW * KINDS}")
+    few = (*unlimited, f"algo.replay.demonstration_episodes={FEW_IN_REPLAY}")
     return {algorithm: Case(unlimited, None), f"{algorithm}_few": Case(few, 15, few=True)}
 
 
@@ -95,7 +95,7 @@ def train(overrides: Sequence[str], folder: Path) -> None:
 
 
 def few_start(folder: Path) -> Path:
-    """Return the weights of a head cloned from ``FEW`` demonstrations on the shipped trunk."""
+    """Return the weights of a head cloned from few demonstrations on the shipped trunk."""
     weights = folder / "policy.safetensors"
     if not weights.exists():
         trunk = folder.with_name("trunk.safetensors")
