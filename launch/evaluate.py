@@ -150,6 +150,7 @@ def evaluate(
         },
         "versions": fingerprint(),
         "environment": describe_environment(suite, policy),
+        "policy": describe(policy),
         "results": as_rows(results),
     }
 

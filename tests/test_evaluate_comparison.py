@@ -118,3 +118,15 @@ def test_the_program_prints_the_test_and_the_pairs(tmp_path, capsys):
     files[1].write_text(json.dumps(report("xx")))
     with pytest.raises(SystemExit, match=r"b\.json: the files are about different evaluation"):
         comparison.main([str(path) for path in files])
+
+
+def test_what_differs_in_the_policy_is_named_wherever_a_file_says_it():
+    facts = {"attention": "causal", "precision": "float32"}
+    old = report("x", environment={"renderer": "r", "cameras": ["a"], **facts})
+    new = report("x", environment={"renderer": "r", "cameras": ["a"]}, policy=facts)
+    assert compare(old, new).environment == ()
+    other = report("x", environment={"renderer": "r"}, policy=facts | {"attention": "full"})
+    assert compare(new, other).environment == (
+        "attention: causal, full",
+        "cameras: ['a'], None",
+    )

@@ -55,7 +55,8 @@ def test_the_report_says_what_the_rate_depends_on(run: Path, tmp_path: Path, cap
     assert len(environment["assets_sha256"]) == 64
     assert ";" in environment["renderer"]
     assert environment["eval_decode"] == "mean"
-    assert {"statistics_sha256", "precision"} <= environment.keys()
+    assert {"statistics_sha256", "precision"} <= report["policy"].keys()
+    assert not environment.keys() & report["policy"].keys()
     assert {"torch", "mujoco", "cpu"} <= report["versions"].keys()
     assert "too high" not in capsys.readouterr().out
     # the same again, with other simulators side by side

