@@ -36,6 +36,7 @@ from torchrl_vla.evaluate import (
     as_rows,
     describe_environment,
     film,
+    film_grid,
     fingerprint,
     list_of,
     run_on_ranks,
@@ -46,6 +47,7 @@ from torchrl_vla.policies.description import check_description, describe
 
 FOLDER = "evaluations"
 """Where ``watch`` writes, in the run's folder."""
+LAYOUTS = {"sequence": film, "grid": film_grid}
 
 
 class Subject(NamedTuple):
@@ -230,6 +232,10 @@ def check(cfg: DictConfig) -> None:
         raise ValueError(f"episodes={cfg.episodes}, seeds={list(cfg.seeds)}: give at least one")
     if len(set(cfg.seeds)) < len(cfg.seeds):
         raise ValueError(f"seeds={list(cfg.seeds)} repeats one; each must be there once")
+    if cfg.video_layout not in LAYOUTS:
+        raise ValueError(f"video_layout is {cfg.video_layout!r}, must be one of {[*LAYOUTS]}")
+    if cfg.video is not None and cfg.video_episodes < 1:
+        raise ValueError(f"video_episodes={cfg.video_episodes}: film at least one, or video=null")
     if cfg.watch and (cfg.which != "latest" or cfg.out is not None or cfg.video is not None):
         raise ValueError(
             "watch=true evaluates every new checkpoint into the run's folder: leave which=latest, "
@@ -261,12 +267,14 @@ def main(cfg: DictConfig) -> None:
 
 
 def make_film(subject: Subject, cfg: DictConfig) -> None:
-    """Film the first episodes of the list."""
+    """Film the first episodes of the list, one after the other or side by side."""
     first = subject.suite.splits["eval"].start + cfg.first_state
     shown = range(first, first + cfg.video_episodes)
-    alone = subject.suite.simulators(1)
-    film(subject.policy, alone, shown, Path(cfg.video), chunk_size=subject.config.chunk_size)
-    alone.close()
+    make, count = LAYOUTS[cfg.video_layout], cfg.video_episodes
+    simulators = subject.suite.simulators(count if make is film_grid else 1)
+    path, chunk_size = Path(cfg.video), subject.config.chunk_size
+    make(subject.policy, simulators, shown, path, chunk_size=chunk_size)
+    simulators.close()
 
 
 if __name__ == "__main__":

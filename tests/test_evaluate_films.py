@@ -14,7 +14,7 @@ from torchrl.envs.utils import ExplorationType, set_exploration_type
 from torchrl_vla import schema
 from torchrl_vla.evaluate import film, films, q_judge, run_episodes
 from torchrl_vla.policies.tiny import make_policy
-from torchrl_vla.video import EpisodeVideo
+from torchrl_vla.video import EpisodeVideo, GridVideo
 
 IDS = list(range(SPLITS["eval"].start, SPLITS["eval"].start + 2))
 
@@ -114,15 +114,34 @@ def test_a_failing_policy_is_no_affair_of_the_writer(tmp_path):
     assert not any(tmp_path.iterdir())
 
 
-def test_memory_stays_flat(tmp_path):
+def episode(path):
+    """Return a video and what adds a frame to it."""
+    video = EpisodeVideo(path, fps=20)
+    return video, lambda frame: video.add(frame, "count")
+
+
+def grid(path):
+    video = GridVideo(path, fps=20, tiles=2)
+
+    def add(frame):
+        video.show(0, frame, "count")
+        video.show(1, frame[::-1], "count")
+        video.write()
+
+    return video, add
+
+
+@pytest.mark.parametrize("make", [episode, grid])
+def test_memory_stays_flat(tmp_path, make):
     frames = np.random.default_rng(0).integers(0, 256, (8, 256, 256, 3), np.uint8)
     process = psutil.Process()
-    with EpisodeVideo(tmp_path / "a.mp4", fps=20) as video:
+    video, add = make(tmp_path / "a.mp4")
+    with video:
         for number in range(260):
             if number == 130:  # the encoder's own queue is full
                 gc.collect()
                 before = process.memory_info().rss
-            video.add(frames[number % 8], "count")
+            add(frames[number % 8])
         gc.collect()
         grown = (process.memory_info().rss - before) / 2**20
     # 130 frames of 0.23 MiB are 30 MiB

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import av
 import pytest
 import torch
 from hydra.utils import instantiate
@@ -89,6 +90,16 @@ def test_sampled_decodes_by_seed(run: Path, tmp_path: Path):
     assert report["settings"]["seeds"] == [0, 7]
 
 
+def test_a_grid_of_the_first_episodes(run: Path, tmp_path: Path):
+    path = tmp_path / "a.mp4"
+    evaluate(run, "episodes=1", f"video={path}", "video_layout=grid", "video_episodes=2")
+    with av.open(str(path)) as container:
+        frames = [frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)]
+    assert frames[0].shape == (308, 512, 3)
+    assert len(frames) > 14  # one decision and the held picture, at least
+    assert frames[0][:256].std() > 10  # something is to be seen
+
+
 def test_watching_evaluates_each_checkpoint_once(run: Path, monkeypatch):
     evaluations = run / evaluation.FOLDER
     save(run, 3, 0.1)
@@ -121,6 +132,8 @@ def test_watching_evaluates_each_checkpoint_once(run: Path, monkeypatch):
         (("seeds=[]",), "give at least one"),
         (("seeds=[1,1]",), "repeats one"),
         (("watch=true", "out=a.json"), "leave which=latest"),
+        (("video_layout=rows",), "video_layout is 'rows', must be one of"),
+        (("video=a.mp4", "video_episodes=0"), "video_episodes=0: film at least one"),
         (("which=newest",), "which is 'newest', must be 'latest' or 'best'"),
         (("eval_decode=wild",), "eval_decode is 'wild'"),
     ],

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from torchrl_vla import video
-from torchrl_vla.video import BAND, OUTCOME_COLOURS, EpisodeVideo, caption
+from torchrl_vla.video import BAND, OUTCOME_COLOURS, EpisodeVideo, GridVideo, caption
 
 
 def decode(path):
@@ -191,3 +191,23 @@ def test_long_captions_shrink_and_endless_ones_are_refused():
     assert not inked[:, -2:].any()
     with pytest.raises(ValueError, match="a caption of 5000 characters does not fit"):
         caption(frame, ["x" * 5000])
+
+
+def test_a_grid_refuses_what_it_cannot_show(tmp_path):
+    with pytest.raises(ValueError, match="tiles=0"):
+        GridVideo(tmp_path / "a.mp4", fps=10, tiles=0)
+    frame = np.zeros((16, 16, 3), np.uint8)
+    with GridVideo(tmp_path / "a.mp4", fps=10, tiles=2) as grid:
+        with pytest.raises(ValueError, match="no tile shows a frame"):
+            grid.write()
+        with pytest.raises(ValueError, match="tile 1 shows no frame"):
+            grid.finish(1, "SUCCESS")
+        grid.show(1, frame, "one")
+        with pytest.raises(ValueError, match=r"frame 0 has shape \(8, 8, 3\), .* \(16, 16, 3\)"):
+            grid.show(0, np.zeros((8, 8, 3), np.uint8), "two")
+        with pytest.raises(ValueError, match="'WON' is none of"):
+            grid.finish(1, "WON")
+        grid.write(3)
+    assert len(decode(tmp_path / "a.mp4")[0]) == grid.frames == 3
+    with pytest.raises(RuntimeError, match="closed; open a new GridVideo"):
+        grid.write()

@@ -6,6 +6,7 @@ as it is given) or choose which episodes are worth filming. Colours are RGB ever
 
 from __future__ import annotations
 
+import math
 import os
 import warnings
 from collections.abc import Sequence
@@ -39,11 +40,10 @@ CODECS = ("libx264", "mpeg4")
 _MIN_FONT = 7
 
 
-class EpisodeVideo:
-    """Streams episodes into one mp4 file, written under a temporary name until closed.
+class Mp4:
+    """An mp4 that grows picture by picture, under a temporary name until it is closed.
 
-    Use it as a context manager: an exception inside removes the unfinished file. Several episodes
-    may follow each other; frames of all must have one size.
+    Use it as a context manager: an exception inside removes the unfinished file.
 
     Args:
         path: the ``.mp4`` to make; folders are created, an older file is replaced on close.
@@ -68,48 +68,11 @@ class EpisodeVideo:
         self._temporary = self.path.with_name(f".{self.path.name}.part")
         self._container = av.open(str(self._temporary), "w", format="mp4")
         self._stream: av.VideoStream | None = None
-        self._shape: tuple[int, ...] | None = None
-        self._last: tuple[NDArray[np.uint8], str] | None = None
 
-    def add(self, frame: NDArray[np.uint8], instruction: str = "", note: str = "") -> None:
-        """Write one frame with the instruction, and a note on a line of its own, below it.
-
-        Args:
-            frame: uint8 RGB ``[h, w, 3]``.
-            instruction: what the robot was told.
-            note: what is expected of the state, such as ``"value 0.63"``.
-
-        Raises:
-            TypeError: not uint8.
-            ValueError: not ``[h, w, 3]``, another size than before, or text that cannot fit.
-            RuntimeError: the video is closed.
-        """
-        _check_frame(frame)
-        if self._shape not in (None, frame.shape):
-            raise ValueError(
-                f"frame {self.frames} has shape {frame.shape}, but this video began with "
-                f"{self._shape}; one video holds one size, open another"
-            )
-        self._shape = frame.shape
-        self._encode(caption(frame, [instruction, note], WHITE))
-        self._last = (frame.copy(), instruction)
-
-    def finish(self, outcome: Outcome) -> None:
-        """End the episode: hold its last frame with the outcome for :data:`HOLD_SECONDS`.
-
-        Raises:
-            ValueError: an unknown outcome, or no frame since the last episode ended.
-            RuntimeError: the video is closed.
-        """
-        if outcome not in OUTCOME_COLOURS:
-            raise ValueError(f"outcome {outcome!r} is none of {tuple(OUTCOME_COLOURS)}")
-        if self._last is None:
-            raise ValueError("no frame in this episode yet; add() frames before finish()")
-        frame, instruction = self._last
-        held = caption(frame, [instruction, outcome], OUTCOME_COLOURS[outcome])
-        for _ in range(max(1, round(HOLD_SECONDS * self._fps))):
-            self._encode(held)
-        self._last = None
+    @property
+    def held_frames(self) -> int:
+        """Frames for which an outcome is shown: :data:`HOLD_SECONDS` of them."""
+        return max(1, round(HOLD_SECONDS * self._fps))
 
     def close(self) -> None:
         """Write what the encoder still holds and give the file its name. Safe to call twice.
@@ -152,8 +115,9 @@ class EpisodeVideo:
             self.discard()
 
     def _encode(self, image: NDArray[np.uint8]) -> None:
+        """Append uint8 RGB ``[h, w, 3]`` with even ``h`` and ``w``, the same ones every time."""
         if self._container is None:
-            raise RuntimeError(f"{self.path} is closed; open a new EpisodeVideo")
+            raise RuntimeError(f"{self.path} is closed; open a new {type(self).__name__}")
         if self._stream is None:
             self._stream = self._open_stream(*image.shape[:2])
         # One matrix (BT.601) for the conversion and for the tag that players read, or reds shift.
@@ -177,6 +141,118 @@ class EpisodeVideo:
         if self._codec == "mpeg4":
             stream.bit_rate = 16 * height * width
         return stream
+
+
+class EpisodeVideo(Mp4):
+    """Episodes one after the other; the frames of all have one size. Arguments as :class:`Mp4`."""
+
+    def __init__(self, path: str | os.PathLike[str], fps: float) -> None:
+        super().__init__(path, fps)
+        self._shape: tuple[int, ...] | None = None
+        self._last: tuple[NDArray[np.uint8], str] | None = None
+
+    def add(self, frame: NDArray[np.uint8], instruction: str = "", note: str = "") -> None:
+        """Write one frame with the instruction, and a note on a line of its own, below it.
+
+        Args:
+            frame: uint8 RGB ``[h, w, 3]``.
+            instruction: what the robot was told.
+            note: what is expected of the state, such as ``"value 0.63"``.
+
+        Raises:
+            TypeError: not uint8.
+            ValueError: not ``[h, w, 3]``, another size than before, or text that cannot fit.
+            RuntimeError: the video is closed.
+        """
+        self._shape = _check_frame(frame, self._shape, self.frames)
+        self._encode(caption(frame, [instruction, note], WHITE))
+        self._last = (frame.copy(), instruction)
+
+    def finish(self, outcome: Outcome) -> None:
+        """End the episode: hold its last frame with the outcome for :data:`HOLD_SECONDS`.
+
+        Raises:
+            ValueError: an unknown outcome, or no frame since the last episode ended.
+            RuntimeError: the video is closed.
+        """
+        _check_outcome(outcome)
+        if self._last is None:
+            raise ValueError("no frame in this episode yet; add() frames before finish()")
+        frame, instruction = self._last
+        held = caption(frame, [instruction, outcome], OUTCOME_COLOURS[outcome])
+        for _ in range(self.held_frames):
+            self._encode(held)
+        self._last = None
+
+
+class GridVideo(Mp4):
+    """Episodes side by side, each in a tile of its own; only what the tiles show is in memory.
+
+    A tile keeps its last frame, so an episode that is over stays visible with its outcome.
+
+    Args:
+        path: as in :class:`Mp4`.
+        fps: as in :class:`Mp4`.
+        tiles: number of episodes, at least 1; they fill rows of ``ceil(sqrt(tiles))``.
+
+    Raises:
+        ValueError: as :class:`Mp4`, or no tile.
+        RuntimeError: as :class:`Mp4`.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], fps: float, tiles: int) -> None:
+        if tiles < 1:
+            raise ValueError(f"tiles={tiles}: a grid needs at least one")
+        super().__init__(path, fps)
+        self._columns = math.ceil(math.sqrt(tiles))
+        self._shape: tuple[int, ...] | None = None
+        self._shown: list[tuple[NDArray[np.uint8], str] | None] = [None] * tiles
+        self._canvas: NDArray[np.uint8] | None = None
+
+    def show(
+        self, tile: int, frame: NDArray[np.uint8], instruction: str = "", note: str = ""
+    ) -> None:
+        """Put a frame into a tile; :meth:`write` makes it part of the video.
+
+        Arguments and errors as :meth:`EpisodeVideo.add`; frames of all tiles have one size.
+        """
+        self._shape = _check_frame(frame, self._shape, self.frames)
+        self._shown[tile] = (frame.copy(), instruction)
+        self._paint(tile, caption(frame, [instruction, note], WHITE))
+
+    def finish(self, tile: int, outcome: Outcome) -> None:
+        """Write the outcome under a tile's last frame.
+
+        Raises:
+            ValueError: an unknown outcome, or the tile never showed a frame.
+        """
+        _check_outcome(outcome)
+        shown = self._shown[tile]
+        if shown is None:
+            raise ValueError(f"tile {tile} shows no frame yet; show() one before finish()")
+        frame, instruction = shown
+        self._paint(tile, caption(frame, [instruction, outcome], OUTCOME_COLOURS[outcome]))
+
+    def write(self, times: int = 1) -> None:
+        """Append the tiles as they are, ``times`` times.
+
+        Raises:
+            ValueError: no tile ever showed a frame.
+            RuntimeError: the video is closed.
+        """
+        if self._canvas is None:
+            raise ValueError("no tile shows a frame yet; show() one before write()")
+        for _ in range(times):
+            self._encode(self._canvas)
+
+    def _paint(self, tile: int, picture: NDArray[np.uint8]) -> None:
+        height, width = picture.shape[:2]
+        if self._canvas is None:
+            rows = math.ceil(len(self._shown) / self._columns)
+            self._canvas = np.empty((rows * height, self._columns * width, 3), np.uint8)
+            self._canvas[:] = BAND
+        top, left = tile // self._columns * height, tile % self._columns * width
+        self._canvas[top : top + height, left : left + width] = picture
 
 
 def caption(
@@ -257,7 +333,15 @@ def _line_height(font: ImageFont.FreeTypeFont) -> int:
     return ascent + descent
 
 
-def _check_frame(frame: NDArray[np.uint8]) -> None:
+def _check_outcome(outcome: str) -> None:
+    if outcome not in OUTCOME_COLOURS:
+        raise ValueError(f"outcome {outcome!r} is none of {tuple(OUTCOME_COLOURS)}")
+
+
+def _check_frame(
+    frame: NDArray[np.uint8], shape: tuple[int, ...] | None = None, number: int = 0
+) -> tuple[int, ...]:
+    """Return the shape of a video's frame ``number``; it must be ``shape`` if one is given."""
     if frame.dtype != np.uint8:
         raise TypeError(f"frame has dtype {frame.dtype}, not uint8 (RGB, 0..255)")
     if frame.ndim != 3 or frame.shape[2] != 3 or 0 in frame.shape:
@@ -265,6 +349,12 @@ def _check_frame(frame: NDArray[np.uint8]) -> None:
             f"frame has shape {frame.shape}, expected [h, w, 3]; move the channels last with "
             "image.permute(1, 2, 0) if they come first"
         )
+    if shape not in (None, frame.shape):
+        raise ValueError(
+            f"frame {number} has shape {frame.shape}, but this video began with {shape}; one video "
+            "holds one size, open another"
+        )
+    return frame.shape
 
 
 def _pick_codec() -> str:

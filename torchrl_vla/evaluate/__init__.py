@@ -14,7 +14,7 @@ from torchrl_vla.evaluate.episodes import (
     run_on_ranks,
     undisturbed,
 )
-from torchrl_vla.evaluate.films import Judge, film, q_judge, state_value
+from torchrl_vla.evaluate.films import Judge, film, film_grid, q_judge, state_value
 from torchrl_vla.evaluate.identity import describe_environment, fingerprint
 from torchrl_vla.evaluate.results import as_rows, list_of, summarise
 
@@ -28,6 +28,7 @@ __all__ = [
     "decide",
     "describe_environment",
     "film",
+    "film_grid",
     "fingerprint",
     "list_of",
     "perturb",
