@@ -6,7 +6,8 @@ export OMP_NUM_THREADS
 # Where `make test-all` keeps an environment per benchmark: their MuJoCo versions exclude each other.
 VENVS ?= build/venvs
 
-.PHONY: install test slow test-all lint bench faults soak remote-soak lock-step fsdp-table
+.PHONY: install test slow test-all test-metaworld test-libero lint bench faults soak remote-soak \
+	lock-step fsdp-table
 
 install:  ## the package, editable, with what the tests need
 	$(PYTHON) -m pip install -e '.[test]'
@@ -17,12 +18,15 @@ test:  ## everything but the slow tests
 slow:  ## the tests that take minutes
 	$(PYTHON) -m pytest -m "slow and not metaworld and not libero" --timeout=1800
 
-test-all: test slow  ## and Meta-World and LIBERO, each in its own environment (about 9 GB)
-	@set -e; for extra in metaworld libero; do \
-		$(PYTHON) -m venv $(VENVS)/$$extra; \
-		$(VENVS)/$$extra/bin/python -m pip install --quiet -e ".[test,$$extra]"; \
-		echo "== $$extra"; $(VENVS)/$$extra/bin/python -m pytest -m $$extra --timeout=1800; \
-	done
+# Suites that are tested in an environment of their own.
+EXTRAS = metaworld libero
+
+test-all: test slow $(EXTRAS:%=test-%)  ## everything, LIBERO and Meta-World included (about 9 GB)
+
+$(EXTRAS:%=test-%): test-%:  ## one of these suites, with its extra installed for it
+	$(PYTHON) -m venv $(VENVS)/$*
+	$(VENVS)/$*/bin/python -m pip install --quiet -e ".[test,$*]"
+	$(VENVS)/$*/bin/python -m pytest -m $* --timeout=1800
 
 KILLS ?= 100
 MINUTES ?= 60
