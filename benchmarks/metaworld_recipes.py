@@ -5,7 +5,9 @@ states, which had no part in training or in choosing a checkpoint:
 
     OMP_NUM_THREADS=1 python benchmarks/metaworld_recipes.py --seeds 0 1 2
 
-A finished step is not repeated, so a run that was cut short goes on from its last step.
+A finished step is not repeated, so a run that was cut short goes on from its last step (whose CPU
+minutes are then those of the rest). They count all processes of a step and its short evaluations,
+not the judging and not the recording of the demonstrations, which all seeds of a task share.
 """
 
 from __future__ import annotations
@@ -30,6 +32,14 @@ from torchrl_vla.policies.weights import save_weights
 ROOT = Path(__file__).parents[1]
 FRESH = 1000
 """Offset of the states that judge, far behind those of the runs' own evaluations."""
+LOOKS = (
+    "logger.display=false",
+    "evaluation.videos=0",
+    "evaluation.episodes=20",
+    "evaluation.final_episodes=20",
+    "evaluation.every_minutes=99",
+)
+"""What the runs themselves look at: little, since it counts as their CPU time."""
 
 
 def run(program: str, *overrides: str, log: Path) -> float:
@@ -85,52 +95,45 @@ def judge(folder: Path, args: argparse.Namespace, log: Path) -> dict:
     return json.loads(out.read_text())
 
 
+def demonstrate(task: str, args: argparse.Namespace) -> Path:
+    """Record the expert's episodes of a task, if they are not there yet; return their folder."""
+    folder = args.folder / f"demos-{task}"
+    if not folder.exists():
+        episodes = (f"episodes={args.demonstrations}", "noise=[0,0.3]")
+        log = args.folder / f"demos-{task}.txt"
+        run("demos", *settings(task), f"out={folder}", *episodes, log=log)
+    return folder
+
+
 def learn(task: str, seed: int, args: argparse.Namespace) -> dict[str, object]:
     """Clone, train, judge; return one row of the table."""
     folder = args.folder / f"{task}-{seed}"
     folder.mkdir(parents=True, exist_ok=True)
-    log, demonstrations = folder / "log.txt", args.folder / f"demos-{task}"
-    minutes = {}
-    if not demonstrations.exists():
-        episodes = (f"episodes={args.demonstrations}", "noise=[0,0.3]")
-        run("demos", *settings(task), f"out={demonstrations}", *episodes, log=log)
+    log, book = folder / "log.txt", folder / "minutes.json"
+    demonstrations = demonstrate(task, args)
     start, cloned, tuned = folder / "start.safetensors", folder / "bc", folder / "ppo"
     if not start.exists():
         start_weights(task, demonstrations, seed, start)
-    common = (f"task={task}", f"seed={seed}", "logger.display=false", "evaluation.videos=0")
-    looks = (
-        "evaluation.episodes=20",
-        "evaluation.final_episodes=20",
-        "evaluation.every_minutes=99",
+    data = (
+        "+dataset@algo.dataset=own",
+        f"algo.dataset.folder={demonstrations}",
+        "algo.demonstrations_per_task=null",
+        "algo.noise=null",
     )
-    if not (cloned / "checkpoints").exists():
-        minutes["bc"] = run(
-            "train",
-            "experiment=metaworld_bc",
-            f"run_dir={cloned}",
-            "resume=auto",
-            f"policy.weights={start}",
-            "+dataset@algo.dataset=own",
-            f"algo.dataset.folder={demonstrations}",
-            "algo.demonstrations_per_task=null",
-            "algo.noise=null",
-            f"algo.epochs={args.epochs}",
-            *common,
-            *looks,
-            log=log,
-        )
-    if not (tuned / "fresh.json").exists():
-        minutes["ppo"] = run(
-            "train",
+    steps = {
+        "bc": (cloned, "experiment=metaworld_bc", f"policy.weights={start}", *data),
+        "ppo": (
+            tuned,
             "experiment=metaworld_ppo",
-            f"run_dir={tuned}",
-            "resume=auto",
             f"policy.weights={cloned / 'policy.safetensors'}",
-            f"budget.minutes={args.minutes}",
-            *common,
-            *looks,
-            log=log,
-        )
+        ),
+    }
+    common = (f"task={task}", f"seed={seed}", "resume=auto", *LOOKS)
+    for name, (out, *overrides) in steps.items():
+        minutes = json.loads(book.read_text()) if book.exists() else {}
+        if name not in minutes:
+            minutes[name] = run("train", f"run_dir={out}", *overrides, *common, log=log)
+            book.write_text(json.dumps(minutes))
     before, after = judge(cloned, args, log), judge(tuned, args, log)
     paired = compare(before, after)
     return {
@@ -139,7 +142,7 @@ def learn(task: str, seed: int, args: argparse.Namespace) -> dict[str, object]:
         "before": [before["success_rate"], *before["interval"]],
         "after": [after["success_rate"], *after["interval"]],
         "p": paired.p_value,
-        "cpu_minutes": minutes,
+        "cpu_minutes": json.loads(book.read_text()),
     }
 
 
@@ -149,8 +152,6 @@ def main() -> None:
     parser.add_argument("--tasks", nargs="+", default=["reach-v3", "drawer-open-v3"])
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--demonstrations", type=int, default=50)
-    parser.add_argument("--epochs", type=int, default=30, help="of cloning")
-    parser.add_argument("--minutes", type=float, default=8.0, help="of PPO, by the clock")
     parser.add_argument("--states", type=int, default=100, help="that judge")
     parser.add_argument("--folder", type=Path, default=Path("runs/metaworld"))
     parser.add_argument("--out", type=Path, default=None, help="write the rows here as JSON")
