@@ -16,7 +16,7 @@ test:  ## everything but the slow tests
 	$(PYTHON) -m pytest
 
 slow:  ## the tests that take minutes
-	$(PYTHON) -m pytest -m "slow and not metaworld and not libero" --timeout=1800
+	$(PYTHON) -m pytest -m "slow and not metaworld and not libero" -n 0 --timeout=1800
 
 # Suites that are tested in an environment of their own.
 EXTRAS = metaworld libero
@@ -26,7 +26,7 @@ test-all: test slow $(EXTRAS:%=test-%)  ## everything, LIBERO and Meta-World inc
 $(EXTRAS:%=test-%): test-%:  ## one of these suites, with its extra installed for it
 	$(PYTHON) -m venv $(VENVS)/$*
 	$(VENVS)/$*/bin/python -m pip install --quiet -e ".[test,$*]"
-	$(VENVS)/$*/bin/python -m pytest -m $* --timeout=1800
+	$(VENVS)/$*/bin/python -m pytest -m $* -n 0 --timeout=1800
 
 KILLS ?= 100
 MINUTES ?= 60
@@ -35,7 +35,7 @@ FAULTS = PYTHONPATH=tests:tests/loops:tests/faults $(PYTHON) tests/faults
 faults:  ## KILLS random kills in a SAC run of two ranks, and a fifth as many in a PPO run: minutes
 	$(FAULTS)/kill_runs.py --algorithm sac --ranks 2 --kills $(KILLS)
 	$(FAULTS)/kill_runs.py --algorithm ppo --ranks 2 --kills $$(( ($(KILLS) + 4) / 5 ))
-	STORAGE_KILLS=$(KILLS) $(PYTHON) -m pytest tests/faults/test_storage_kill.py -s
+	STORAGE_KILLS=$(KILLS) $(PYTHON) -m pytest tests/faults/test_storage_kill.py -n 0 -s
 
 soak:  ## algo=sac for MINUTES with an actor killed every 20 s
 	$(FAULTS)/soak.py --minutes $(MINUTES)
@@ -44,7 +44,7 @@ remote-soak:  ## algo=sac for MINUTES with remote actors that are killed, cut of
 	$(FAULTS)/remote_soak.py --minutes $(MINUTES)
 
 lock-step:  ## a run that was killed and resumed equals an uninterrupted one, PPO and SAC
-	$(PYTHON) -m pytest tests/loops/test_lock_step.py -m "slow or not slow" --timeout=1800
+	$(PYTHON) -m pytest tests/loops/test_lock_step.py -m "slow or not slow" -n 0 --timeout=1800
 
 fsdp-table:  ## differences between 1, 2, 4 and 2x2 ranks and one process, for PPO and SAC
 	PYTHONPATH=tests $(PYTHON) tests/test_fsdp.py
