@@ -228,6 +228,7 @@ def one(monkeypatch: pytest.MonkeyPatch):
     t.stop()
 
 
+@pytest.mark.slow
 def test_two_ranks_save_then_one_two_and_four_load(tmp_path: Path, one: topo.Topology):
     # Field case B43.
     must(run_ranks(2, "save", tmp_path))

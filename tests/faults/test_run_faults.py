@@ -98,6 +98,7 @@ def test_one_rank_is_asked_to_stop_and_all_do(tmp_path: Path):
     assert saved == [f"step-{k * every:09d}" for k in (2, 4)]
 
 
+@pytest.mark.slow
 def test_all_ranks_go_on_from_the_last_save_when_one_is_killed(tmp_path: Path):
     every = EVERY["sac"]
     launcher = (*TORCHRUN, "--max-restarts=1")
