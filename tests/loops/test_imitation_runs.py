@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from small import POLICY, make_run
+from test_lock_step import tensors_of
 
 from torchrl_vla import topology as topo
 from torchrl_vla.envs.tabletop import TabletopSuite
@@ -82,6 +83,11 @@ def test_a_stopped_and_resumed_stage_ends_with_the_same_weights(tmp_path: Path, 
     found, wanted = (load_file(f / "policy.safetensors") for f in (cut, whole))
     assert found.keys() == wanted.keys()
     assert all(torch.equal(found[key], value) for key, value in wanted.items())
+    saved = tensors_of(max((cut / "checkpoints").iterdir()))
+    kept = [value for key, value in saved.items() if key.startswith("modules/evaluated/")]
+    kept = [value for value in kept if value.is_floating_point()]
+    assert len(kept) > 10  # as it was exported and evaluated: rounded to bfloat16
+    assert all(torch.equal(value, value.bfloat16().float()) for value in kept)
     steps = [row["update"] for row in read_metrics(cut)]
     assert steps == sorted(set(steps))
     assert steps[-1] == read_metrics(whole)[-1]["update"]

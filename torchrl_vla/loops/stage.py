@@ -100,8 +100,7 @@ class Stage:
         load_full_weights(self.evaluated, full_weights(self.policy))
 
     def save(self, *, last: bool = False) -> None:
-        """Save a checkpoint; collective."""
-        self.copy()
+        """Save a checkpoint, with the whole copy as it is; collective."""
         self.run.save(self._state() | {"rank_tensors": self.draws.state_dict()}, last=last)
 
     def fit(
@@ -126,8 +125,10 @@ class Stage:
             if self.learner.updates % 20 == 0 or over or EVAL_SUCCESS in metrics:
                 run.record(metrics)
             if not over and run.save_due():
+                self.copy()
                 self.save()
         if run.interrupted:
+            self.copy()
             self.save(last=True)
 
     def export(self, recipe: dict[str, Any]) -> None:
