@@ -54,21 +54,19 @@ class Place:
     """Number of its last batch in the replay."""
     owed: int = 0
     """Batches that it was asked for."""
-    told: float | None = None
-    """When it last said how long it was idle, monotonic seconds; ``None`` on a new connection."""
-    said: float = 0.0
-    """What it said: seconds since its process started."""
+    said: float | None = None
+    """Seconds it was idle since its process started, as of then; ``None`` on a new connection."""
     idle: float = 0.0
     """Seconds that the place's actors had nothing to do, of those in :attr:`watched`."""
     watched: float = 0.0
     """Seconds between what they said, while they were connected."""
 
     def hear(self, idle: float, now: float) -> None:
-        """Take note that the actor has been idle for ``idle`` seconds, ``now`` (monotonic)."""
-        if self.told is not None:
-            self.watched += now - self.told
+        """Take note that the actor spoke ``now`` (monotonic), idle for ``idle`` seconds so far."""
+        if self.said is not None:
+            self.watched += now - self.heard
             self.idle += max(0.0, idle - self.said)
-        self.told, self.said = now, idle
+        self.heard, self.said = now, idle
 
 
 class Places:
@@ -135,7 +133,7 @@ class Places:
         if not own:
             place.actor, place.committed = actor, 0
             place.users += 1
-        place.name, place.address, place.told = name, address, None
+        place.name, place.address, place.said = name, address, None
         place.left = place.heard = time.monotonic()
         self.joins += 1
         return place, bool(own)
@@ -187,8 +185,7 @@ class Places:
         return bool(silent)
 
     def heard_from(self, place: Place, owed: int) -> None:
-        """Take note that an actor spoke and works on ``owed`` batches, in its own count."""
-        place.heard = time.monotonic()
+        """Take note that an actor works on ``owed`` batches, in its own count."""
         if place.silent:
             place.silent = False
             self.bring_back(place, owed)
