@@ -13,7 +13,7 @@ from envs.counter import SPLITS, CounterSuite
 from steer import LAYOUT, Steer, nothing_left, start, weights
 
 from torchrl_vla import schema
-from torchrl_vla.actors import actor_streams, behaviour_copy, make_actor_env
+from torchrl_vla.actors import actor_streams, load_full_weights, make_actor_env
 from torchrl_vla.actors.board import Heartbeat, end_wait, idle_seconds, lines_of, make_board
 from torchrl_vla.envs.chunked import IDS_PER_STREAM
 from torchrl_vla.envs.splits import SPLIT_SIZE
@@ -248,9 +248,10 @@ def test_streams_go_on_where_a_checkpoint_says():
     assert first[schema.EPISODE_ID].unique().numel() == 2
 
 
-def test_a_behaviour_copy_has_the_weights_and_its_own_memory():
+def test_a_copy_has_the_weights_and_its_own_memory():
     given = weights(0.5, 0.25)
-    policy = behaviour_copy(Steer, given)
+    policy = Steer()
+    load_full_weights(policy, given)
     assert (policy.value.item(), policy.noise.item()) == (0.5, 0.25)
     given["value"].zero_()
     assert policy.value.item() == 0.5

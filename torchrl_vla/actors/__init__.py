@@ -8,7 +8,7 @@ not do: decide when to collect or what to do with the data (loops), or keep the 
 
 from torchrl_vla.actors.behaviour import Behaviour
 from torchrl_vla.actors.board import ActorCounts
-from torchrl_vla.actors.copies import behaviour_copy, load_full_weights
+from torchrl_vla.actors.copies import load_full_weights
 from torchrl_vla.actors.environment import (
     actor_streams,
     check_finite,
@@ -29,7 +29,6 @@ __all__ = [
     "ServerSettings",
     "WorkerError",
     "actor_streams",
-    "behaviour_copy",
     "check_finite",
     "die_with_parent",
     "load_full_weights",

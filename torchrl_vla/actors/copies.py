@@ -2,21 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from tensordict import TensorDict
-from tensordict.nn import TensorDictModuleBase
 from torch import nn
-
-
-def behaviour_copy(
-    make_policy: Callable[[], TensorDictModuleBase], weights: TensorDict
-) -> nn.Module:
-    """Return an unsharded policy with ``weights``, for evaluation beside the sharded one."""
-    policy = make_policy()
-    load_full_weights(policy, weights)
-    return policy
 
 
 def load_full_weights(policy: nn.Module, weights: TensorDict, share: float = 1.0) -> None:
