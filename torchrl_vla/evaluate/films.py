@@ -88,6 +88,15 @@ class _Recorder(Generic[Video]):
         if video is not None:
             video.discard()
 
+    def __enter__(self) -> _Recorder[Video]:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Name the file, unless something went wrong."""
+        if kind is None:
+            self.write(lambda video: video.close())
+        self.discard()  # what was closed is kept
+
 
 def film(
     policy: nn.Module,
@@ -132,8 +141,8 @@ def film(
         frame = simulators.render_frame(index, size)
         recorder.write(lambda video: video.add(frame, instruction, note))
 
-    try:
-        results = run_episodes(
+    with recorder:
+        return run_episodes(
             policy,
             simulators,
             init_state_ids,
@@ -142,10 +151,6 @@ def film(
             on_control_step=add_frame,
             on_episode=lambda result: recorder.write(lambda video: video.finish(label(result))),
         )
-        recorder.write(EpisodeVideo.close)
-    finally:
-        recorder.discard()  # what was closed is kept
-    return results
 
 
 def film_grid(
@@ -181,7 +186,7 @@ def film_grid(
             "grid needs one simulator per state and every state once"
         )
     grid = _Grid(simulators, init_state_ids, path, size, judge)
-    try:
+    with grid.recorder:
         results = run_episodes(
             policy,
             simulators,
@@ -191,9 +196,7 @@ def film_grid(
             on_control_step=grid.stepped,
             on_episode=grid.ended,
         )
-        grid.close()
-    finally:
-        grid.recorder.discard()  # what was closed is kept
+        grid.hold()
     return results
 
 
@@ -246,11 +249,10 @@ class _Grid:
         """Note the outcome, which is shown after the frames of the last decision."""
         self._outcomes[self._tile_of[result.init_state_id]] = label(result)
 
-    def close(self) -> None:
-        """Hold the last picture and name the file."""
+    def hold(self) -> None:
+        """Show the last decision, then every outcome for a while."""
         self._flush()
         self.recorder.write(lambda grid: grid.write(grid.held_frames))
-        self.recorder.write(GridVideo.close)
 
     def _flush(self) -> None:
         for number in range(max(map(len, self._frames))):
