@@ -178,18 +178,23 @@ def two_bare_loops(num_envs: int, stack: ExitStack) -> list[Connection]:
     return pipes
 
 
-def sources(num_envs: int, stack: ExitStack) -> dict[str, Callable[[], Iterator[TensorDictBase]]]:
-    """Return, by variant, what starts it and yields its batches."""
+def starts(num_envs: int, stack: ExitStack) -> dict[str, Callable[[], Callable[[int], Sample]]]:
+    """Return, by variant, what starts it and returns what times a number of its decisions."""
 
-    def composed(kind: str, size: int, placement: str, lazy: bool) -> Iterator[TensorDictBase]:
+    def alone(with_policy: bool) -> Callable[[int], Sample]:
+        return partial(timed, iter(collected(chunked(num_envs), stack, with_policy=with_policy)))
+
+    def composed(kind: str, size: int, placement: str, lazy: bool) -> Callable[[int], Sample]:
         env = composed_env(
             kind, size, placement=placement, lazy=lazy, chunk_size=CHUNK, num_bins=BINS
         )
-        return iter(collected(env, stack))
+        return partial(timed, iter(collected(env, stack)))
 
-    known: dict[str, Callable[[], Iterator[TensorDictBase]]] = {
-        OURS: lambda: iter(collected(chunked(num_envs), stack)),
-        RANDOM: lambda: iter(collected(chunked(num_envs), stack, with_policy=False)),
+    known: dict[str, Callable[[], Callable[[int], Sample]]] = {
+        OURS: partial(alone, True),
+        RANDOM: partial(alone, False),
+        ACTORS: lambda: partial(timed_rounds, two_actors(num_envs, stack), num_envs),
+        BARE: lambda: partial(timed_pair, two_bare_loops(num_envs, stack)),
     }
     for name, (size, lazy) in SERIAL.items():
         known[name] = partial(composed, "serial", size, "outer", lazy)
@@ -219,7 +224,7 @@ def main() -> None:
     torch.set_num_threads(1)
     conditions = machine()
     with ExitStack() as stack:
-        known = sources(args.envs, stack)
+        known = starts(args.envs, stack)
         families = {
             "collector": [OURS, RANDOM],
             "serial": list(SERIAL),
@@ -230,14 +235,7 @@ def main() -> None:
         variants = {}
         for name in names:
             print(f"starting {name}", flush=True)
-            if name == ACTORS:
-                actors = two_actors(args.envs, stack)
-                variants[name] = partial(timed_rounds, actors, args.envs, args.decisions)
-            elif name == BARE:
-                pipes = two_bare_loops(args.envs, stack)
-                variants[name] = partial(timed_pair, pipes, args.decisions)
-            else:
-                variants[name] = partial(timed, known[name](), args.decisions)
+            variants[name] = partial(known[name](), args.decisions)
         samples = take_turns(variants, args.turns)
     settings = {"envs": args.envs, "decisions": args.decisions, "turns": args.turns}
     report("rollout", samples, RATIOS, settings=settings, conditions=conditions, out=args.out)
