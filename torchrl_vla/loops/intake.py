@@ -12,6 +12,7 @@ from tensordict import TensorDictBase
 from torchrl_vla import schema
 from torchrl_vla.actors import Actors
 from torchrl_vla.loops.pacing import Pacer
+from torchrl_vla.loops.workers import own_part
 from torchrl_vla.metrics import TRAIN_SUCCESS, WAIT_ACTORS, Stopwatch
 from torchrl_vla.remote import RemoteActors
 from torchrl_vla.replay import ReplayFeed
@@ -31,8 +32,7 @@ class Recent:
     @classmethod
     def of(cls, loaded: Mapping[str, Any] | None, left_out: int) -> Recent:
         """Return what a checkpoint knows of this rank's last episodes."""
-        ranks = None if loaded is None else loaded["rank_json"]
-        return cls(deque([] if ranks is None else ranks["outcomes"], maxlen=200), left_out)
+        return cls(deque(own_part(loaded).get("outcomes", []), maxlen=200), left_out)
 
     def add(self, rows: TensorDictBase) -> None:
         """Take in newly committed transitions."""

@@ -28,7 +28,7 @@ from torchrl_vla.learner import Learner
 from torchrl_vla.loops.publishing import Publishing
 from torchrl_vla.loops.run import Run, in_segments
 from torchrl_vla.loops.updates import UpdateSettings, frozen_copy, make_learner, update_epochs
-from torchrl_vla.loops.workers import first_decisions, restarts_of, start_workers
+from torchrl_vla.loops.workers import first_decisions, own_part, restarts_of, start_workers
 from torchrl_vla.metrics import (
     ACTOR_RESTARTS,
     TRAIN_SUCCESS,
@@ -85,7 +85,7 @@ def train(
     loaded = run.begin(state, resume)
     if loaded is not None:
         learner.updates, goal.rounds = run.counters["updates"], loaded["json"]["rounds"]
-    lost = held_of(loaded)
+    lost = own_part(loaded).get("held", 0)  # decisions of trajectories that a resume leaves behind
     workers = start_workers(
         run, make_policy, actors, evaluated, seed=seed, gamma=gamma, loaded=loaded
     )
@@ -159,12 +159,6 @@ def build_learner(
     # Equal weights, different noise on every rank.
     torch.manual_seed(seed * 1000 + run.topology.rank)
     return policy, learner, goal, evaluated
-
-
-def held_of(loaded: dict[str, Any] | None) -> int:
-    """Return how many decisions of unfinished trajectories a resume leaves behind on this rank."""
-    ranks = None if loaded is None else loaded["rank_json"]
-    return 0 if ranks is None else ranks["held"]
 
 
 def next_round(workers: Actors, ahead: int) -> TensorDictBase:

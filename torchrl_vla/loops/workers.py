@@ -54,7 +54,7 @@ def start_workers(
         seed=seed,
         rank=rank,
         folder=run.folder / "actors" / f"rank-{rank}",
-        positions=positions_of(loaded),
+        positions=own_part(loaded).get("positions"),
         attempt=run.counters["updates"],
         replay=replay,
     )
@@ -70,10 +70,9 @@ def first_decisions(run: Run, actors: ActorSettings) -> int:
     return actors.num_workers * actors.envs_per_worker * longest
 
 
-def positions_of(loaded: Mapping[str, Any] | None) -> list[int] | None:
-    """Return this rank's initial-state positions from a checkpoint, if it holds them."""
-    ranks = None if loaded is None else loaded["rank_json"]
-    return None if ranks is None else ranks["positions"]
+def own_part(loaded: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    """Return what a checkpoint holds for this rank alone; empty without one, or of other ranks."""
+    return {} if loaded is None else loaded["rank_json"] or {}
 
 
 def restarts_of(workers: Actors | RemoteActors, topology: Topology) -> float:
