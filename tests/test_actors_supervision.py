@@ -221,6 +221,7 @@ def test_restarts_of_long_ago_do_not_count(monkeypatch):
     assert limit.total == 3
 
 
+@pytest.mark.slow
 def test_descriptors_do_not_pile_up(tmp_path: Path):
     with nothing_left(), start(tmp_path, CounterSuite(), workers=1, max_restarts=3) as actors:
         actors.publish(weights(0.0), 1)

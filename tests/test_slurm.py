@@ -115,6 +115,7 @@ def test_stop_before_the_limit_requeue_and_resume(cluster: Cluster, tmp_path: Pa
 
 
 @needs_slurm
+@pytest.mark.slow
 def test_learners_and_actors_in_one_job(cluster: Cluster, tmp_path: Path):
     job = Job(
         cluster, tmp_path / "run", "learners_and_actors", "--nodes=2", ":", "--ntasks-per-node=3",

@@ -60,7 +60,7 @@ def updates_of(folder: Path) -> list[int]:
     return [row["update"] for row in read_metrics(folder)]
 
 
-@pytest.mark.parametrize("algorithm", EVERY)
+@pytest.mark.parametrize("algorithm", ["sac", pytest.param("ppo", marks=pytest.mark.slow)])
 def test_a_run_goes_on_without_its_killed_actor(tmp_path: Path, algorithm: str):
     every = EVERY[algorithm]
     done = run(algorithm, tmp_path, 6 * every, "worker", 2, 0)
@@ -83,6 +83,7 @@ def test_a_run_whose_folder_is_removed_ends_with_an_error_that_names_it(tmp_path
     assert re.search(rf"FileNotFoundError: .*{folder}", done.stderr), done.stderr[-3000:]
 
 
+@pytest.mark.slow
 def test_one_rank_is_asked_to_stop_and_all_do(tmp_path: Path):
     every = EVERY["ppo"]
     done = run("ppo", tmp_path, 100 * every, "stop", 3, 1, launcher=TORCHRUN)

@@ -27,7 +27,13 @@ from torchrl_vla.storage.packing import PackWriter
 KILLS = int(os.environ.get("STORAGE_KILLS", "10"))
 CAPACITY, SPARE = 60, 40
 MILLION = 10**6
-both_layouts = pytest.mark.parametrize("layout", [LAYOUT, PACKED], ids=["plain", "packed"])
+SLOW = pytest.mark.slow
+plain_is_slow = pytest.mark.parametrize(
+    "layout", [pytest.param(LAYOUT, id="plain", marks=SLOW), pytest.param(PACKED, id="packed")]
+)
+packed_is_slow = pytest.mark.parametrize(
+    "layout", [pytest.param(LAYOUT, id="plain"), pytest.param(PACKED, id="packed", marks=SLOW)]
+)
 
 
 def stream_of(kill):
@@ -75,7 +81,7 @@ def written_by(kill, count):
     return pairs, ends
 
 
-@both_layouts
+@plain_is_slow
 def test_every_committed_row_is_found_after_a_kill_and_no_other(tmp_path, layout):
     folder = tmp_path / "replay"
     storage = JournalStorage(folder, CAPACITY, layout, spare=SPARE)
@@ -155,7 +161,7 @@ def interrupt():
     raise KeyboardInterrupt
 
 
-@both_layouts
+@packed_is_slow
 def test_an_interrupt_before_any_line_of_the_commit(tmp_path, layout):
     storage = JournalStorage(tmp_path / "replay", CAPACITY, layout, spare=SPARE)
     stream, written = Stream(3), []
@@ -182,7 +188,7 @@ def test_an_interrupt_before_any_line_of_the_commit(tmp_path, layout):
     assert len(storage) == CAPACITY
 
 
-@both_layouts
+@packed_is_slow
 def test_a_kill_before_any_line_of_the_commit(tmp_path, layout):
     """The ring is full, so the dying call overwrites; its rows are there all or not at all."""
     stream = Stream(7, missing=0.1)

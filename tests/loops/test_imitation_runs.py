@@ -70,7 +70,10 @@ def train(folder: Path, stage: str, *, stop_at: int | None = None, resume: bool 
         ranks.stop()
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(
+    "stage",
+    [pytest.param(s, marks=() if s == "ground" else pytest.mark.slow) for s in STAGES],
+)
 def test_a_stopped_and_resumed_stage_ends_with_the_same_weights(tmp_path: Path, stage: str):
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     train(whole, stage)

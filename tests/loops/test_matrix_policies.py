@@ -86,7 +86,12 @@ def check_rows(folder: Path, names: set[str]) -> None:
     assert list((folder / "checkpoints").iterdir())
 
 
-@pytest.mark.parametrize("pair", PAIRS)
+SLOW_PAIRS = ("ppo pi0", "td3_bc pi0")  # much as "grpo pi0" and "sac pi0"
+
+
+@pytest.mark.parametrize(
+    "pair", [pytest.param(p, marks=pytest.mark.slow if p in SLOW_PAIRS else ()) for p in PAIRS]
+)
 def test_one_process(pair: str, tmp_path: Path):
     algorithm, overrides, names = PAIRS[pair]
     launch(f"algo={algorithm}", f"run_dir={tmp_path / 'run'}", *COMMON, *overrides)

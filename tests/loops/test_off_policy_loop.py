@@ -175,7 +175,9 @@ def test_the_average_is_evaluated_and_the_live_weights_never_see_it():
     assert (full_weights(live) == before).all()
 
 
-@pytest.mark.parametrize("objective", [SAC, partial(TD3BC, critic_only_updates=4)])
+@pytest.mark.parametrize(
+    "objective", [SAC, pytest.param(partial(TD3BC, critic_only_updates=4), marks=pytest.mark.slow)]
+)
 def test_a_run_goes_on_where_it_stopped(one: topo.Topology, tmp_path: Path, objective):
     alpha_lr = 1e-3 if objective is SAC else None
     settings = small_settings(

@@ -120,7 +120,7 @@ def ranks_main(out: Path, replicate: int) -> None:
     t.stop()
 
 
-@pytest.mark.parametrize("replicate", [1, 2])
+@pytest.mark.parametrize("replicate", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_two_ranks_equal_one_process(tmp_path: Path, replicate: int):
     run = subprocess.run(
         [*TORCHRUN, __file__, str(tmp_path), str(replicate)],
