@@ -99,6 +99,7 @@ def test_counters_agree_with_the_rows(rounds):
     assert all(0.0 <= share <= 1.0 for share in rounds["idle"])
 
 
+@pytest.mark.slow
 def test_the_idle_share_is_that_of_the_time_since_the_last_call(tmp_path: Path):
     with nothing_left(), start(tmp_path, CounterSuite(), max_restarts=1) as actors:
         actors.publish(weights(0.0), 1)

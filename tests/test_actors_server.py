@@ -73,6 +73,7 @@ def test_rounds_are_of_the_published_version_until_the_server_dies(tmp_path: Pat
         assert actors.restarts == 1  # no worker is blamed
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(280)
 def test_rows_in_the_replay_name_the_version_that_chose_them(tmp_path: Path):
     replay = make_replay(tmp_path / "replay", 4000, LAYOUT, lanes=2)

@@ -91,6 +91,7 @@ def test_a_round_goes_on_without_the_killed_worker(tmp_path: Path, caplog):
             actors.collect()
 
 
+@pytest.mark.slow
 def test_the_others_write_on_while_one_worker_is_replaced(tmp_path: Path):
     replay = make_replay(tmp_path / "replay", 4000, LAYOUT, lanes=2)
     suite = CounterSuite(lengths=(5, 9, 3))
@@ -153,6 +154,7 @@ def test_a_hanging_environment_is_told_with_its_stack(tmp_path: Path, caplog):
     assert 1 not in ids_of(torch.cat(rounds))
 
 
+@pytest.mark.slow
 def test_one_hanging_worker_is_named_while_the_other_delivers(tmp_path: Path):
     # Worker 1 starts with states 1000000 and 1000001: the second one hangs, and no state of worker
     # 0 does, whose two episodes never end.
@@ -248,7 +250,9 @@ def driver_main(folder: Path) -> None:
     time.sleep(3600)
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "number", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
+)
 def test_workers_die_with_their_driver_and_leave_nothing(tmp_path: Path, number):
     driver, temporary = start_driver(__file__, tmp_path)
     try:

@@ -131,6 +131,7 @@ def ranks_main(folder: Path) -> None:
     ranks.stop()
 
 
+@pytest.mark.slow
 def test_two_ranks(tmp_path: Path):
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
     done = subprocess.run(

@@ -322,6 +322,7 @@ class Shake(TensorDictModuleBase):
         return td.set(schema.CHUNK, 2 * torch.rand(*td.batch_size, 2, 2) - 1)
 
 
+@pytest.mark.slow
 def test_spawned_collectors_write_lanes_of_their_own(tmp_path):
     """The real actors: worker processes, chunked environments, TorchRL's collector."""
     suite = CounterSuite(lengths=(7, 3))

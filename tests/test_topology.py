@@ -63,7 +63,11 @@ def run_ranks(out: Path, replicate: int) -> subprocess.CompletedProcess:
 
 
 @pytest.mark.parametrize(
-    ("replicate", "mesh"), [(1, [["shard"], [2]]), (2, [["replicate", "shard"], [2, 1]])]
+    ("replicate", "mesh"),
+    [
+        pytest.param(1, [["shard"], [2]], marks=pytest.mark.slow),
+        (2, [["replicate", "shard"], [2, 1]]),
+    ],
 )
 def test_two_ranks(tmp_path: Path, replicate: int, mesh: list):
     run = run_ranks(tmp_path, replicate)
@@ -87,6 +91,7 @@ def test_two_ranks(tmp_path: Path, replicate: int, mesh: list):
         assert facts["timeouts"] == [60.0] * (1 + len(mesh[0]))
 
 
+@pytest.mark.slow
 def test_replicate_must_divide_ranks(tmp_path: Path):
     assert run_ranks(tmp_path, 3).returncode != 0
     message = (tmp_path / "refused-1").read_text()

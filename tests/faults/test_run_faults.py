@@ -75,6 +75,7 @@ def test_a_run_goes_on_without_its_killed_actor(tmp_path: Path, algorithm: str):
         assert [row["decisions"] for row in rows] == [24 * k for k in range(7)]
 
 
+@pytest.mark.slow
 def test_a_run_whose_folder_is_removed_ends_with_an_error_that_names_it(tmp_path: Path):
     # Field case B28: the replay's memory is mapped from files that are gone.
     folder = tmp_path / "run"

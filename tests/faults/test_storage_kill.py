@@ -27,6 +27,7 @@ from torchrl_vla.storage.packing import PackWriter
 KILLS = int(os.environ.get("STORAGE_KILLS", "10"))
 CAPACITY, SPARE = 60, 40
 MILLION = 10**6
+both_layouts = pytest.mark.parametrize("layout", [LAYOUT, PACKED], ids=["plain", "packed"])
 SLOW = pytest.mark.slow
 plain_is_slow = pytest.mark.parametrize(
     "layout", [pytest.param(LAYOUT, id="plain", marks=SLOW), pytest.param(PACKED, id="packed")]
@@ -188,7 +189,8 @@ def test_an_interrupt_before_any_line_of_the_commit(tmp_path, layout):
     assert len(storage) == CAPACITY
 
 
-@packed_is_slow
+@pytest.mark.slow
+@both_layouts
 def test_a_kill_before_any_line_of_the_commit(tmp_path, layout):
     """The ring is full, so the dying call overwrites; its rows are there all or not at all."""
     stream = Stream(7, missing=0.1)

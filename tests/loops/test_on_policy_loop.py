@@ -86,6 +86,7 @@ def test_rounds_asked_for_ahead_are_at_most_as_old_as_allowed(one: topo.Topology
     assert max(row["policy_lag_max"] for row in rows) > 0
 
 
+@pytest.mark.slow
 def test_groups_wait_over_rounds_and_a_resume_counts_what_it_leaves(
     one: topo.Topology, tmp_path: Path
 ):
@@ -140,6 +141,7 @@ def ranks_main(folder: Path) -> None:
     ranks.stop()
 
 
+@pytest.mark.slow
 def test_ranks_with_unequal_trajectories_take_the_same_updates(tmp_path: Path):
     run = subprocess.run(
         [*TORCHRUN, __file__, str(tmp_path)],

@@ -95,6 +95,7 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", sorted(KINDS))
 def test_two_ranks_have_the_gradients_of_one(two_ranks: Path, kind: str):
     policy = build(kind)
@@ -106,6 +107,7 @@ def test_two_ranks_have_the_gradients_of_one(two_ranks: Path, kind: str):
     assert sum(bool(grad.abs().max() > 0) for grad in wanted.values()) == len(wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", sorted(KINDS))
 def test_whole_weights_come_back(two_ranks: Path, kind: str):
     model = build(kind).model.model
