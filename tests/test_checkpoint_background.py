@@ -4,8 +4,6 @@ Run by torchrun (``__main__`` below), this file is also the program of the ranks
 """
 
 import errno
-import os
-import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -14,6 +12,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from disks import small_file_system
+from programs import torchrun
 from torch import nn
 
 from torchrl_vla import topology as topo
@@ -133,15 +132,7 @@ def ranks_main(folder: Path) -> None:
 
 @pytest.mark.slow
 def test_two_ranks(tmp_path: Path):
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
-    done = subprocess.run(
-        [sys.executable, *launcher, __file__, str(tmp_path)],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    torchrun(__file__, tmp_path)
 
 
 @pytest.fixture

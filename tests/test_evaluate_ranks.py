@@ -4,20 +4,18 @@ Run by torchrun (``__main__`` below), this file is also the program of the ranks
 """
 
 import json
-import os
-import subprocess
 import sys
 from datetime import timedelta
 from pathlib import Path
 
 import torch
+from programs import torchrun
 
 from torchrl_vla.envs.tabletop import TabletopSuite
 from torchrl_vla.evaluate import as_rows, run_episodes, run_on_ranks
 from torchrl_vla.policies.tiny import make_policy
 from torchrl_vla.topology import start
 
-TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
 SUITE = TabletopSuite()
 FIRST = SUITE.splits["eval"].start
 IDS = range(FIRST, FIRST + 5)
@@ -45,12 +43,7 @@ def ranks_main(out: Path) -> None:
 
 
 def test_two_ranks_find_what_one_finds(tmp_path: Path):
-    subprocess.run(
-        [*TORCHRUN, __file__, str(tmp_path)],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        check=True,
-        timeout=280,
-    )
+    torchrun(__file__, tmp_path)
     ranks = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1)]
     policy = make_policy(SUITE.meta, eval_decode="sample")
     alone = as_rows(run_episodes(policy, SUITE.simulators(3), IDS, chunk_size=4, seed=3))

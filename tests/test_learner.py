@@ -4,8 +4,6 @@ Run by torchrun (``__main__`` below), this file is also the program of the ranks
 """
 
 import math
-import os
-import subprocess
 import sys
 from functools import partial
 from pathlib import Path
@@ -14,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from envs.counter import META, CounterSuite
+from programs import torchrun
 from safetensors.torch import load_file, save_file
 from tensordict import TensorDict
 from torch import nn
@@ -30,7 +29,6 @@ from torchrl_vla.objectives.soft_actor_critic import SoftActorCritic
 from torchrl_vla.policies.policy import VALUE
 from torchrl_vla.policies.tiny import make_policy
 
-TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
 ROWS, STEPS, ACTIONS, BINS = 8, 3, META.action_dim, 8
 VALUE_TERM = {"advantage": Gae(), "value_weight": 0.5, "value_clip": 0.5}
 ON_POLICY = {
@@ -207,14 +205,7 @@ def one():
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory):
     out = tmp_path_factory.mktemp("ranks")
-    run = subprocess.run(
-        [*TORCHRUN, __file__, str(out)],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=250,
-    )
-    assert run.returncode == 0, run.stderr[-3000:]
+    torchrun(__file__, out)
     return [load_file(out / f"{rank}.safetensors") for rank in range(2)]
 
 

@@ -3,8 +3,6 @@
 Run by torchrun (``__main__`` below), this file is also the program of the ranks.
 """
 
-import os
-import subprocess
 import sys
 from functools import partial
 from pathlib import Path
@@ -13,11 +11,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from envs.counter import CounterSuite
+from programs import torchrun
 from safetensors.torch import load_file, save_file
 from test_learner import (
     ROWS,
     STEPS,
-    TORCHRUN,
     Seeded,
     gradients_of_an_update,
     rel_error,
@@ -106,15 +104,7 @@ def one():
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory):
     out = tmp_path_factory.mktemp("ranks")
-    tests = str(Path(__file__).parent)
-    run = subprocess.run(
-        [*TORCHRUN, __file__, str(out)],
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": tests},
-        capture_output=True,
-        text=True,
-        timeout=250,
-    )
-    assert run.returncode == 0, run.stderr[-3000:]
+    torchrun(__file__, out)
     return [load_file(out / f"{rank}.safetensors") for rank in range(2)]
 
 

@@ -13,10 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from programs import torchrun
 
 from torchrl_vla.topology import Topology, start
-
-TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
 
 
 def ranks_main(out: Path, replicate: int) -> None:
@@ -53,13 +52,7 @@ def ranks_main(out: Path, replicate: int) -> None:
 
 
 def run_ranks(out: Path, replicate: int) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [*TORCHRUN, __file__, str(out), str(replicate)],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
+    return torchrun(__file__, out, replicate, check=False)
 
 
 @pytest.mark.parametrize(

@@ -4,14 +4,11 @@ On two ranks (slow) also the lr = 0 self-check of every on-policy pair.
 """
 
 import math
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from launching import launch
-from programs import ROOT
+from programs import ROOT, torchrun
 
 from torchrl_vla.metrics import read_metrics
 
@@ -98,21 +95,13 @@ def test_one_process(pair: str, tmp_path: Path):
     check_rows(tmp_path / "run", names)
 
 
-TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
 TWO_RANKS = ("ppo oft", "ppo vlm", "grpo pi0", "sac pi0", "td3_bc pi0")
 
 
-def torchrun(*overrides: str) -> str:
+def train(*overrides: str) -> str:
     """Train on two gloo ranks; return what was printed."""
-    run = subprocess.run(
-        [*TORCHRUN, str(ROOT / "launch" / "train.py"), "logger.display=false", *overrides],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=1500,
-    )
-    assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-4000:]
-    return run.stdout
+    program = ROOT / "launch" / "train.py"
+    return torchrun(program, "logger.display=false", *overrides, timeout=1500).stdout
 
 
 @pytest.mark.slow
@@ -120,7 +109,7 @@ def torchrun(*overrides: str) -> str:
 @pytest.mark.parametrize("pair", TWO_RANKS)
 def test_two_ranks(pair: str, tmp_path: Path):
     algorithm, overrides, names = PAIRS[pair]
-    torchrun(f"algo={algorithm}", f"run_dir={tmp_path / 'run'}", *COMMON, *overrides)
+    train(f"algo={algorithm}", f"run_dir={tmp_path / 'run'}", *COMMON, *overrides)
     check_rows(tmp_path / "run", names)
 
 
@@ -130,6 +119,6 @@ def test_two_ranks(pair: str, tmp_path: Path):
 def test_every_ratio_is_one_on_two_ranks(pair: str, tmp_path: Path):
     algorithm, overrides, _ = PAIRS[pair]
     folder = f"run_dir={tmp_path / 'run'}"
-    said = torchrun(f"algo={algorithm}", "check=ratio", folder, *COMMON, *overrides)
+    said = train(f"algo={algorithm}", "check=ratio", folder, *COMMON, *overrides)
     assert f"check=ratio {algorithm}: passed in float32" in said
     assert "2 ranks" in said

@@ -5,14 +5,13 @@ Run by torchrun (``__main__`` below), this file is also the program of the ranks
 
 import json
 import math
-import os
-import subprocess
 import sys
 from functools import partial
 from pathlib import Path
 
 import pytest
 from envs.counter import CounterSuite
+from programs import torchrun
 from small import GRPO, PPO, arguments, make_run
 
 from torchrl_vla import topology as topo
@@ -20,7 +19,6 @@ from torchrl_vla.actors import ActorSettings
 from torchrl_vla.loops.on_policy import train
 from torchrl_vla.metrics import read_metrics
 
-TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
 EVERYWHERE = {
     "approx_kl",
     "clip_fraction",
@@ -143,14 +141,7 @@ def ranks_main(folder: Path) -> None:
 
 @pytest.mark.slow
 def test_ranks_with_unequal_trajectories_take_the_same_updates(tmp_path: Path):
-    run = subprocess.run(
-        [*TORCHRUN, __file__, str(tmp_path)],
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[1])},
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
-    assert run.returncode == 0, run.stderr[-3000:]
+    torchrun(__file__, tmp_path)
     first, second = (json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in range(2))
     assert first == second
     rows = rows_of(tmp_path)

@@ -4,7 +4,6 @@ Run by torchrun (``__main__`` below), this file is also the program of the ranks
 """
 
 import json
-import subprocess
 import sys
 from functools import partial
 from pathlib import Path
@@ -14,6 +13,7 @@ import safetensors
 import small_checkpoints as small
 import torch
 from openvla_folder import META, write_folder
+from programs import torchrun
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -28,7 +28,6 @@ from torchrl_vla.policies.lora import LoraSettings
 from torchrl_vla.policies.openvla import make_policy
 from torchrl_vla.policies.shard import full_weights, shard
 
-TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
 EMBEDDING = "language_model.model.embed_tokens.weight"
 VLMS = ("smolvlm", "paligemma", "qwen2_vl")
 FAMILIES = ("openvla", "pi0", *VLMS)
@@ -129,10 +128,7 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("ranks")
     for family in FAMILIES:
         write(family, out / family)
-    done = subprocess.run(
-        [*TORCHRUN, __file__, str(out)], capture_output=True, text=True, timeout=400
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    torchrun(__file__, out)
     return out
 
 

@@ -3,12 +3,12 @@
 Run by torchrun (``__main__`` below), this file is also the program of the ranks.
 """
 
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from programs import torchrun
 from safetensors.torch import load_file, save_file
 from tensordict import TensorDict
 from torch.distributed.tensor import DTensor
@@ -21,7 +21,6 @@ from torchrl_vla.policies.policy import LOGITS, VALUE
 from torchrl_vla.policies.shard import full_weights, shard
 from torchrl_vla.schema import SuiteMeta
 
-TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
 META = SuiteMeta(
     name="two",
     instructions=("push it", "take the red one"),
@@ -88,10 +87,7 @@ def ranks_main(out: Path) -> None:
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("ranks")
-    done = subprocess.run(
-        [*TORCHRUN, __file__, str(out)], capture_output=True, text=True, timeout=200
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    torchrun(__file__, out)
     return out
 
 

@@ -4,13 +4,12 @@ Run by torchrun (``__main__`` below), this file is also the program of the ranks
 """
 
 import math
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from programs import torchrun
 from safetensors.torch import load_file, save_file
 from tensordict import TensorDict
 from torch import nn
@@ -24,7 +23,6 @@ from torchrl_vla.policies.shard import (
     shard,
 )
 
-TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
 WIDTH, WORDS, BATCH, TOKENS = 16, 11, 8, 5
 
 
@@ -122,14 +120,7 @@ def ranks_main(out: Path, replicate: int) -> None:
 
 @pytest.mark.parametrize("replicate", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_two_ranks_equal_one_process(tmp_path: Path, replicate: int):
-    run = subprocess.run(
-        [*TORCHRUN, __file__, str(tmp_path), str(replicate)],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
-    assert run.returncode == 0, run.stderr[-3000:]
+    torchrun(__file__, tmp_path, replicate)
     backbone, head = build()
     backward(backbone, head, *batch())
     wanted = grads(backbone, head)

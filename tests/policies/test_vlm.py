@@ -3,13 +3,12 @@
 Run by torchrun (``__main__`` below), this file is also the program of the ranks.
 """
 
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from programs import torchrun
 from safetensors.torch import load_file, save_file
 from small_checkpoints import IMAGE_TOKEN, META, PROMPTS, observations, save_vlm, spread
 from torch.distributed.tensor import DTensor
@@ -25,7 +24,6 @@ from torchrl_vla.policies.images import to_pixels
 from torchrl_vla.policies.policy import LOGITS, VALUE
 from torchrl_vla.policies.shard import all_reduce_replicated_grads, full_weights, shard
 
-TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
 FAMILIES = ("smolvlm", "paligemma", "qwen2_vl")
 CELLS = {"smolvlm": 2, "paligemma": 4, "qwen2_vl": 4}
 """Tokens along one side of an image."""
@@ -310,14 +308,7 @@ def ranks_main(out: Path) -> None:
 
 @pytest.mark.slow
 def test_two_ranks_have_the_gradient_of_one(tmp_path: Path):
-    run = subprocess.run(
-        [*TORCHRUN, __file__, str(tmp_path)],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=250,
-    )
-    assert run.returncode == 0, run.stderr[-3000:]
+    torchrun(__file__, tmp_path)
     policy, td = round_of_data()
     update_like(policy, td)
     wanted = gradients(policy)
