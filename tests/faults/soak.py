@@ -5,12 +5,16 @@
 Runs ``launch/train.py`` (by default ``algo=sac`` with two actors), leaves it alone for a fifth of
 the time as the baseline, then kills a random actor every ``--every`` seconds. Prints its speed
 with and without kills, the restarts, and the learner's memory and open descriptors over the time.
-Exit code 1 if the run ended early or descriptors grew.
+In the end it asks the run to stop and evaluates its last checkpoint. Exit code 1 if the run ended
+early or descriptors grew.
 """
 
 import argparse
+import json
 import random
+import signal
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -21,8 +25,9 @@ import psutil
 from small_run import actors_of
 
 from torchrl_vla.metrics import read_metrics
+from torchrl_vla.signals import RESUME_ME
 
-TRAIN = Path(__file__).parents[2] / "launch" / "train.py"
+LAUNCH = Path(__file__).parents[2] / "launch"
 LOOK_SECONDS = 2.0
 # Two workers collect 256 decisions at a time.
 SAC = ("algo=sac", "algo.actors.num_workers=2", "algo.pace.slack_decisions=256")
@@ -68,7 +73,7 @@ def soak(arguments: argparse.Namespace, folder: Path) -> list[Look]:
     """Train and kill; returns what was seen, from the first row on."""
     output = (folder.parent / "output.txt").open("w")
     words = [
-        *(sys.executable, TRAIN, f"run_dir={folder}", "logger.display=false"),
+        *(sys.executable, LAUNCH / "train.py", f"run_dir={folder}", "logger.display=false"),
         *("budget.minutes=null", "budget.env_steps=null", "budget.updates=1000000000"),
         *("evaluation.every_minutes=1e6", "evaluation.final_episodes=8", "evaluation.episodes=8"),
         *("evaluation.videos=0", "algo.actors.max_restarts=1000000", *arguments.overrides),
@@ -95,11 +100,25 @@ def soak(arguments: argparse.Namespace, folder: Path) -> list[Look]:
                 if actors := actors_of(learner):
                     random.choice(actors).kill()
                     kills += 1
+        learner.send_signal(signal.SIGTERM)
+        if (code := learner.wait(120)) != RESUME_ME:
+            raise RuntimeError(f"asked to stop, the run ended with {code}, not {RESUME_ME}")
     finally:
-        for process in (learner, *learner.children(recursive=True)):
-            process.kill()
-        learner.wait()
+        if learner.is_running():
+            for process in (learner, *learner.children(recursive=True)):
+                process.kill()
+            learner.wait()
     return seen
+
+
+def success(folder: Path, episodes: int) -> str:
+    """Evaluate the newest checkpoint of a run; returns its success with the interval."""
+    out = folder.parent / "evaluation.json"
+    words = (f"checkpoint={folder}", f"episodes={episodes}", "num_envs=16", f"out={out}")
+    subprocess.run([sys.executable, LAUNCH / "evaluate.py", *words], check=True)
+    found = json.loads(out.read_text())
+    low, high = found["interval"]
+    return f"{found['success_rate']:.1%} [{low:.1%}, {high:.1%}] of {episodes} held-out states"
 
 
 def main() -> int:
@@ -107,10 +126,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--minutes", type=float, default=60.0)
     parser.add_argument("--every", type=float, default=20.0, help="seconds between two kills")
+    parser.add_argument("--episodes", type=int, default=200, help="of the evaluation in the end")
     parser.add_argument("overrides", nargs="*", default=SAC)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="soak-") as root:
         seen = soak(arguments, Path(root) / "run")
+        print("success in the end:", success(Path(root) / "run", arguments.episodes))
     calm = [now for now in seen if not now.kills]
     rough = [now for now in seen if now.kills]
     print(f"{seen[-1].seconds / 60:.1f} minutes, {rough[-1].kills} kills, one per "
