@@ -21,13 +21,6 @@ from torchrl_vla.checkpoint import checkpointer as ckpt
 from torchrl_vla.policies.shard import full_weights, shard
 
 
-@pytest.fixture
-def one():
-    ranks = topo.start("cpu")
-    yield ranks
-    ranks.stop()
-
-
 class Small:
     """A sharded linear layer with an optimizer that has taken a step."""
 

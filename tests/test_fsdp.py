@@ -116,13 +116,6 @@ def test_ranks_draw_different_noise_and_hold_equal_weights(trained, layout: str)
     assert f"{ranks} ranks on 1 nodes" in facts["layout"]
 
 
-@pytest.fixture
-def one():
-    ranks = topo.start("cpu")
-    yield ranks
-    ranks.stop()
-
-
 @pytest.mark.parametrize("variant", ["plain", "together", "bfloat16"])
 @pytest.mark.parametrize("case", CASES)
 def test_a_mesh_of_one_equals_plain_modules(one: topo.Topology, case: str, variant: str):

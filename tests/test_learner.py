@@ -195,18 +195,29 @@ def rel_error(a: dict, b: dict) -> float:
     return (wrong / sum(b[k].double().square().sum() for k in b)).sqrt().item()
 
 
-@pytest.fixture
-def one():
-    t = topo.start("cpu")
-    yield t
-    t.stop()
-
-
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory):
     out = tmp_path_factory.mktemp("ranks")
     torchrun(__file__, out)
     return [load_file(out / f"{rank}.safetensors") for rank in range(2)]
+
+
+def assert_ranks_equal(
+    ranks: list[dict], case: str, wanted: dict[str, torch.Tensor], report: dict[str, float]
+) -> None:
+    """Compare gradients by group, and reports, that ranks wrote with those of one process."""
+    for rank in ranks:
+        prefix = f"{case}/grad/"
+        got = {k.removeprefix(prefix): v for k, v in rank.items() if k.startswith(prefix)}
+        assert rel_error(got, wanted) <= 1e-6
+        for group in {name.split(".")[0] for name in wanted}:
+            mine, theirs = (
+                {k: v for k, v in grads.items() if k.startswith(f"{group}.")}
+                for grads in (got, wanted)
+            )
+            assert rel_error(mine, theirs) <= 1e-6, group
+        for name, value in report.items():
+            assert rank[f"{case}/report/{name}"].item() == pytest.approx(value, rel=1e-4, abs=1e-6)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -222,18 +233,7 @@ def test_two_ranks_equal_one_on_the_global_batch(case: str, one: topo.Topology, 
     }
     expected["sac_trunk"] = expected["sac_frozen"] | {"trunk"}
     assert {name.split(".")[0] for name in wanted} == expected[case]
-    for rank in two_ranks:
-        prefix = f"{case}/grad/"
-        got = {k.removeprefix(prefix): v for k, v in rank.items() if k.startswith(prefix)}
-        assert rel_error(got, wanted) <= 1e-6
-        for group in expected[case]:
-            mine, theirs = (
-                {k: v for k, v in grads.items() if k.startswith(f"{group}.")}
-                for grads in (got, wanted)
-            )
-            assert rel_error(mine, theirs) <= 1e-6, group
-        for name, value in report.items():
-            assert rank[f"{case}/report/{name}"].item() == pytest.approx(value, rel=1e-4, abs=1e-6)
+    assert_ranks_equal(two_ranks, case, wanted, report)
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -17,6 +17,7 @@ from test_learner import (
     ROWS,
     STEPS,
     Seeded,
+    assert_ranks_equal,
     gradients_of_an_update,
     rel_error,
     small_policy,
@@ -94,13 +95,6 @@ def ranks_main(out: Path) -> None:
     ranks.stop()
 
 
-@pytest.fixture
-def one():
-    t = topo.start("cpu")
-    yield t
-    t.stop()
-
-
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory):
     out = tmp_path_factory.mktemp("ranks")
@@ -115,17 +109,7 @@ def test_two_ranks_equal_one_on_the_global_batch(case: str, one: topo.Topology, 
     wanted, report = gradients_of_an_update(learner, batch)
     groups = {"actor", "critic"} | ({"alpha"} if not case.startswith("td3") else set())
     assert {name.split(".")[0] for name in wanted} == groups
-    for rank in two_ranks:
-        prefix = f"{case}/grad/"
-        got = {k.removeprefix(prefix): v for k, v in rank.items() if k.startswith(prefix)}
-        for group in groups:
-            mine, theirs = (
-                {k: v for k, v in grads.items() if k.startswith(f"{group}.")}
-                for grads in (got, wanted)
-            )
-            assert rel_error(mine, theirs) <= 1e-6, group
-        for name, value in report.items():
-            assert rank[f"{case}/report/{name}"].item() == pytest.approx(value, rel=1e-4, abs=1e-6)
+    assert_ranks_equal(two_ranks, case, wanted, report)
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -60,13 +60,6 @@ def crooked(meta, **settings) -> nn.Module:
     return policy
 
 
-@pytest.fixture
-def one():
-    ranks = topo.start("cpu")
-    yield ranks
-    ranks.stop()
-
-
 def test_another_temperature_in_the_actor_is_found(one: topo.Topology, tmp_path: Path, capsys):
     given = arguments(PPO, make_policy=crooked)
     assert not check_ratio(make_run(tmp_path, one, updates=1), **given)

@@ -27,13 +27,6 @@ from torchrl_vla.policies.shard import full_weights
 SAC = partial(SoftActorCritic, cloning_weight=0.0, cloned_rows=None, critic_only_updates=4)
 
 
-@pytest.fixture
-def one():
-    ranks = topo.start("cpu")
-    yield ranks
-    ranks.stop()
-
-
 def pacer(**settings) -> Pacer:
     given = {"updates_per_decision": 0.5, "slack_decisions": 16, "publish_updates": 1}
     return Pacer(PaceSettings(**(given | settings)), batch=8, min_decisions=32)

@@ -43,13 +43,6 @@ EVERYWHERE = {
 }
 
 
-@pytest.fixture
-def one():
-    ranks = topo.start("cpu")
-    yield ranks
-    ranks.stop()
-
-
 def rows_of(folder: Path) -> list[dict]:
     """Return the rows of the rounds, without that of the first evaluation."""
     return [row for row in read_metrics(folder) if row["update"]]

@@ -10,13 +10,6 @@ from torch import nn
 from torchrl_vla import topology as topo
 
 
-@pytest.fixture
-def one():
-    ranks = topo.start("cpu")
-    yield ranks
-    ranks.stop()
-
-
 def state_of(policy: nn.Module) -> dict:
     return {"modules": {"policy": policy}}
 

@@ -13,13 +13,6 @@ from torchrl_vla.loops.plans import CheckpointPlan, EvaluationPlan
 from torchrl_vla.metrics import read_metrics
 
 
-@pytest.fixture
-def one():
-    ranks = topo.start("cpu")
-    yield ranks
-    ranks.stop()
-
-
 def state() -> dict:
     return {"modules": {"policy": nn.Linear(2, 2)}}
 

@@ -25,13 +25,6 @@ def small_disk(tmp_path: Path):
         yield folder
 
 
-@pytest.fixture
-def one():
-    ranks = topo.start("cpu")
-    yield ranks
-    ranks.stop()
-
-
 def test_a_replay_too_large_for_the_disk_ends_the_run_before_any_worker(
     small_disk: Path, one: topo.Topology
 ):

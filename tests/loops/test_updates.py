@@ -23,13 +23,6 @@ from torchrl_vla.policies.deferred import place
 SETTINGS = {"minibatch_size": 4, "epochs": 3, "lr": 1e-3, "max_grad_norm": 1.0}
 
 
-@pytest.fixture
-def one():
-    ranks = topo.start("cpu")
-    yield ranks
-    ranks.stop()
-
-
 def rows(number: int) -> TensorDict:
     return TensorDict({"x": torch.arange(number).view(2, -1)}, batch_size=[2, number // 2])
 

@@ -222,13 +222,6 @@ def test_the_reference_of_a_penalty_has_the_weights_that_came_later(
     assert all(torch.equal(own[key], kept[key]) for key in own.keys())  # noqa: SIM118
 
 
-@pytest.fixture
-def one():
-    t = topo.start("cpu")
-    yield t
-    t.stop()
-
-
 def test_one_rank_gets_the_same_policy(tmp_path: Path, one: topo.Topology):
     folder = write_folder(tmp_path)
     with without_weights():

@@ -147,13 +147,6 @@ def test_publishing_into_another_policy_is_refused():
         trainable_weights(small_vlm().requires_grad_(False))
 
 
-@pytest.fixture
-def one():
-    t = topo.start("cpu")
-    yield t
-    t.stop()
-
-
 def test_sharded_adapters(one: topo.Topology):
     plain, policy = add_lora(small_vlm(), ATTENTION), add_lora(small_vlm(), ATTENTION)
     trunk = policy.model.model

@@ -13,8 +13,8 @@ from programs import torchrun
 from safetensors.torch import load_file, save_file
 from small_checkpoints import META, observations, save_pi0, spread
 from tensordict import TensorDict
-from torch.distributed.tensor import DTensor
 from transformers import PI0ForConditionalGeneration
+from two_ranks import assert_equal_to_one_process, gradients, save_gradients
 
 from torchrl_vla import schema
 from torchrl_vla import topology as topo
@@ -25,7 +25,7 @@ from torchrl_vla.policies.flow import (
     sample_path,
 )
 from torchrl_vla.policies.policy import FEATURES, VALUE
-from torchrl_vla.policies.shard import all_reduce_replicated_grads, full_weights, shard
+from torchrl_vla.policies.shard import full_weights, shard
 from torchrl_vla.policies.weights import save_weights
 
 
@@ -303,45 +303,10 @@ def round_of_data():
     return policy, td
 
 
-def gradients(policy) -> dict[str, torch.Tensor]:
-    found = {}
-    for name, parameter in policy.named_parameters():
-        grad = parameter.grad
-        if grad is not None:
-            found[name] = grad.full_tensor() if isinstance(grad, DTensor) else grad
-    return found
-
-
-def ranks_main(out: Path) -> None:
-    t = topo.start("cpu")
-    policy, td = round_of_data()
-    shard(policy.model.model, t.mesh, blocks=policy.model.model.shard_plan())
-    update_like(policy, td.chunk(t.world_size)[t.rank])
-    all_reduce_replicated_grads(policy.parameters(), t)
-    found = gradients(policy)
-    save_file({k: v.contiguous() for k, v in found.items()}, out / f"{t.rank}.safetensors")
-    t.stop()
-
-
 @pytest.mark.slow
 def test_two_ranks_have_the_gradient_of_one(tmp_path: Path):
     torchrun(__file__, tmp_path)
-    policy, td = round_of_data()
-    update_like(policy, td)
-    wanted = gradients(policy)
-    scale = max(grad.abs().max().item() for grad in wanted.values())
-    for rank in range(2):
-        got = load_file(tmp_path / f"{rank}.safetensors")
-        assert got.keys() == wanted.keys()
-        worst = max((got[k] - v).abs().max().item() for k, v in wanted.items())
-        assert worst <= 1e-5 * scale, (worst, scale)
-
-
-@pytest.fixture
-def one():
-    t = topo.start("cpu")
-    yield t
-    t.stop()
+    assert_equal_to_one_process(tmp_path, *round_of_data(), update_like)
 
 
 def test_bfloat16_compute_keeps_float32_masters(one: topo.Topology):
@@ -361,5 +326,4 @@ def test_bfloat16_compute_keeps_float32_masters(one: topo.Topology):
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parent))
-    ranks_main(Path(sys.argv[1]))
+    save_gradients(*round_of_data(), update_like, Path(sys.argv[1]))

@@ -146,13 +146,6 @@ def test_two_ranks_equal_one_process(tmp_path: Path, replicate: int):
         assert all(torch.equal(weights[k], v) for k, v in plain.items())
 
 
-@pytest.fixture
-def one():
-    t = topo.start("cpu")
-    yield t
-    t.stop()
-
-
 def test_one_rank_has_shards_too(one: topo.Topology):
     backbone, head = build()
     plain = flat(TensorDict.from_module(build()[0]).data)

@@ -9,11 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 from programs import torchrun
-from safetensors.torch import load_file, save_file
 from small_checkpoints import IMAGE_TOKEN, META, PROMPTS, observations, save_vlm, spread
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedTokenizerFast
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+from two_ranks import assert_equal_to_one_process, gradients, save_gradients
 
 from torchrl_vla import schema
 from torchrl_vla import topology as topo
@@ -22,7 +21,7 @@ from torchrl_vla.policies.families import PAD
 from torchrl_vla.policies.flow import PATH
 from torchrl_vla.policies.images import to_pixels
 from torchrl_vla.policies.policy import LOGITS, VALUE
-from torchrl_vla.policies.shard import all_reduce_replicated_grads, full_weights, shard
+from torchrl_vla.policies.shard import full_weights, shard
 
 FAMILIES = ("smolvlm", "paligemma", "qwen2_vl")
 CELLS = {"smolvlm": 2, "paligemma": 4, "qwen2_vl": 4}
@@ -290,41 +289,10 @@ def round_of_data():
     return policy, td
 
 
-def gradients(policy) -> dict[str, torch.Tensor]:
-    found = {name: p.grad for name, p in policy.named_parameters() if p.grad is not None}
-    return {k: g.full_tensor() if isinstance(g, DTensor) else g for k, g in found.items()}
-
-
-def ranks_main(out: Path) -> None:
-    t = topo.start("cpu")
-    policy, td = round_of_data()
-    shard(policy.model.model, t.mesh, blocks=policy.model.model.shard_plan())
-    update_like(policy, td.chunk(t.world_size)[t.rank])
-    all_reduce_replicated_grads(policy.parameters(), t)
-    found = {k: v.contiguous() for k, v in gradients(policy).items()}
-    save_file(found, out / f"{t.rank}.safetensors")
-    t.stop()
-
-
 @pytest.mark.slow
 def test_two_ranks_have_the_gradient_of_one(tmp_path: Path):
     torchrun(__file__, tmp_path)
-    policy, td = round_of_data()
-    update_like(policy, td)
-    wanted = gradients(policy)
-    scale = max(grad.abs().max().item() for grad in wanted.values())
-    for rank in range(2):
-        got = load_file(tmp_path / f"{rank}.safetensors")
-        assert got.keys() == wanted.keys()
-        worst = max((got[k] - v).abs().max().item() for k, v in wanted.items())
-        assert worst <= 1e-5 * scale, (worst, scale)
-
-
-@pytest.fixture
-def one():
-    t = topo.start("cpu")
-    yield t
-    t.stop()
+    assert_equal_to_one_process(tmp_path, *round_of_data(), update_like)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -348,5 +316,4 @@ def test_the_shard_plan_fits(family: str, tmp_path: Path, one: topo.Topology):
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parent))
-    ranks_main(Path(sys.argv[1]))
+    save_gradients(*round_of_data(), update_like, Path(sys.argv[1]))
