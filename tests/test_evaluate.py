@@ -222,8 +222,30 @@ def test_perturbations_change_one_thing_and_not_the_original():
     assert int(down[schema.TASK_ID]) == 2
     assert torch.equal(down[schema.IMAGE], td[schema.IMAGE])
     assert (td == kept).all()
-    with pytest.raises(ValueError, match="'blur' is unknown; use 'none'"):
+    with pytest.raises(ValueError, match=r"'blur' is unknown; use one of .'none', 'random_"):
         perturb(td, META, "blur", generator)
+
+
+def test_a_wrong_instruction_stays_wrong_for_the_whole_episode():
+    def told(task_id: int, init_state_id: int, decision: int) -> int:
+        td = one_state(task_id)
+        td[schema.INIT_STATE_ID] = torch.tensor([[init_state_id]])
+        generator = torch.Generator().manual_seed(decision)
+        return int(perturb(td, META, "wrong_instruction", generator)[schema.TASK_ID])
+
+    # tasks 0 and 1 share the name "up"; 2 is the only "down", so another task's sentence is wrong
+    assert {told(0, i, 0) for i in range(20)} == {1}
+    assert {told(1, i, 0) for i in range(20)} == {0}
+    assert {told(2, i, 0) for i in range(20)} == {0, 1}
+    for i in range(20):
+        assert len({told(2, i, decision) for decision in range(5)}) == 1
+    lonely = dataclasses.replace(
+        META, instructions=META.instructions[:1], task_names=META.task_names[:1]
+    )
+    td = one_state(0)
+    td[schema.INIT_STATE_ID] = torch.tensor([[0]])
+    with pytest.raises(ValueError, match=r"has one instruction, .*; perturbation=wrong_instr"):
+        perturb(td, lonely, "wrong_instruction", torch.Generator())
 
 
 def test_a_perturbed_evaluation_is_reproducible_and_judged_by_the_true_task():

@@ -13,7 +13,7 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
@@ -26,7 +26,7 @@ from torchrl_vla.envs.chunked import ChunkedEnv, FixedInitStates
 from torchrl_vla.envs.simulator import Simulators, SuiteMeta
 from torchrl_vla.topology import Topology
 
-Perturbation = Literal["none", "random_instruction", "grey_image"]
+Perturbation = Literal["none", "random_instruction", "wrong_instruction", "grey_image"]
 OnDecision = Callable[[int, TensorDictBase], None]
 
 
@@ -54,7 +54,12 @@ def perturb(
     """Return what the policy is shown under a perturbation, leaving ``td`` as it is.
 
     ``"random_instruction"`` re-draws the instruction at every decision among those of the same task
-    (in the tabletop suite: a random colour word); ``"grey_image"`` shows mid-grey.
+    (in the tabletop suite: a random colour word, right in one of three decisions, so that a policy
+    that listens still solves up to a third); ``"wrong_instruction"`` gives another one of them for
+    the whole episode, or of another task if this one has no other; ``"grey_image"`` shows mid-grey.
+
+    Raises:
+        ValueError: an unknown ``kind``, or a wrong instruction where the suite has only one.
     """
     if kind == "none":
         return td
@@ -69,9 +74,24 @@ def perturb(
         pick = same[int(torch.randint(len(same), (1,), generator=generator))]
         shown[schema.TASK_ID] = torch.full_like(td[schema.TASK_ID], pick)
         return shown
-    raise ValueError(
-        f"perturbation {kind!r} is unknown; use 'none', 'random_instruction' or 'grey_image'"
-    )
+    if kind == "wrong_instruction":
+        pick = _other_instruction(meta, int(td[schema.TASK_ID]), int(td[schema.INIT_STATE_ID]))
+        shown[schema.TASK_ID] = torch.full_like(td[schema.TASK_ID], pick)
+        return shown
+    raise ValueError(f"perturbation {kind!r} is unknown; use one of {get_args(Perturbation)}")
+
+
+def _other_instruction(meta: SuiteMeta, task_id: int, init_state_id: int) -> int:
+    """Return an instruction that is not ``task_id``, of the same task if it has several."""
+    others = [i for i in range(len(meta.instructions)) if i != task_id]
+    name = meta.task_names[task_id]
+    others = [i for i in others if meta.task_names[i] == name] or others
+    if not others:
+        raise ValueError(
+            f"suite {meta.name} has one instruction, {meta.instructions[0]!r}; "
+            "perturbation=wrong_instruction needs another"
+        )
+    return others[decision_seed(0, init_state_id, 0) % len(others)]
 
 
 def decision_seed(seed: int, init_state_id: int, decision: int) -> int:
