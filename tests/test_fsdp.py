@@ -41,7 +41,9 @@ are rounded to bfloat16 (2^-9) before they meet in float32."""
 
 @cache
 def reference(case: str, variant: str) -> dict[str, Tensor]:
-    parallel = ("micro_batch_size", "recompute", "offload")  # they must change nothing
+    # They must change nothing. Micro-batches stay: kernels for few rows round otherwise (1.1e-6 in
+    # one process, on a CPU with AVX2), and test_learner.py compares any split with the whole.
+    parallel = ("recompute", "offload")
     return run_case(
         case, ALONE, **{k: v for k, v in VARIANTS[variant].items() if k not in parallel}
     )  # fmt: skip
