@@ -34,9 +34,10 @@ MATRIX = [
     for layout in LAYOUTS
     for variant in VARIANTS
 ]
-LIMITS = {"bfloat16": (2e-2, 1e-3)}
+LIMITS = {"bfloat16": (2e-2, 2e-3)}
 """Relative errors allowed in gradients and weights; 1e-6 if not named. Partial sums of a gradient
-are rounded to bfloat16 (2^-9) before they meet in float32."""
+are rounded to bfloat16 (2^-9) before they meet in float32; four ranks on a CPU without bfloat16
+arithmetic differ by 1.3e-3 in the weights."""
 
 
 @cache
