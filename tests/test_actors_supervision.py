@@ -46,6 +46,7 @@ def ids_of(rows):
     return set(rows[schema.INIT_STATE_ID].flatten().tolist())
 
 
+@pytest.mark.slow
 def test_a_round_goes_on_without_the_killed_worker(tmp_path: Path, caplog):
     # Field case B30, as are the next ones: killed, raising, hanging, and not to be built at all.
     # A limit far beyond the test's own: only the death itself can be the reason.

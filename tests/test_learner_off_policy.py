@@ -102,6 +102,7 @@ def two_ranks(tmp_path_factory):
     return [load_file(out / f"{rank}.safetensors") for rank in range(2)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_two_ranks_equal_one_on_the_global_batch(case: str, one: topo.Topology, two_ranks):
     # Random numbers are drawn per half, so the single process takes the halves one by one, too.
