@@ -249,7 +249,7 @@ def test_one_saves_then_one_and_two_load(tmp_path: Path, one: topo.Topology):
         (1, "shards, no metadata"),
         (1, "half a manifest"),
         (1, "before the rename"),
-        (2, "one rank, before its shard"),
+        pytest.param(2, "one rank, before its shard", marks=pytest.mark.slow),
     ],
 )
 def test_kill_in_the_middle_of_a_save(

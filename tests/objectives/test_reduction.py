@@ -128,6 +128,7 @@ def on_rank(rank, folder):
         dist.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_two_ranks_equal_one(tmp_path):
     mp.spawn(on_rank, args=(str(tmp_path),), nprocs=2)
     first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1))
