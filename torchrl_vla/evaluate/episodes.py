@@ -69,8 +69,7 @@ def perturb(
         shown[schema.IMAGE] = torch.full_like(td[schema.IMAGE], 128)
         return shown
     if kind == "random_instruction":
-        name = meta.task_names[int(td[schema.TASK_ID])]
-        same = [i for i, other in enumerate(meta.task_names) if other == name]
+        same = _same_task(meta, int(td[schema.TASK_ID]))
         pick = same[int(torch.randint(len(same), (1,), generator=generator))]
         shown[schema.TASK_ID] = torch.full_like(td[schema.TASK_ID], pick)
         return shown
@@ -81,11 +80,15 @@ def perturb(
     raise ValueError(f"perturbation {kind!r} is unknown; use one of {get_args(Perturbation)}")
 
 
+def _same_task(meta: SuiteMeta, task_id: int) -> list[int]:
+    """Return the instructions of a task, the given one among them."""
+    return [i for i, name in enumerate(meta.task_names) if name == meta.task_names[task_id]]
+
+
 def _other_instruction(meta: SuiteMeta, task_id: int, init_state_id: int) -> int:
     """Return an instruction that is not ``task_id``, of the same task if it has several."""
-    others = [i for i in range(len(meta.instructions)) if i != task_id]
-    name = meta.task_names[task_id]
-    others = [i for i in others if meta.task_names[i] == name] or others
+    same = [i for i in _same_task(meta, task_id) if i != task_id]
+    others = same or [i for i in range(len(meta.instructions)) if i != task_id]
     if not others:
         raise ValueError(
             f"suite {meta.name} has one instruction, {meta.instructions[0]!r}; "
