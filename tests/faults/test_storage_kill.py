@@ -27,14 +27,15 @@ from torchrl_vla.storage.packing import PackWriter
 KILLS = int(os.environ.get("STORAGE_KILLS", "10"))
 CAPACITY, SPARE = 60, 40
 MILLION = 10**6
-both_layouts = pytest.mark.parametrize("layout", [LAYOUT, PACKED], ids=["plain", "packed"])
-SLOW = pytest.mark.slow
-plain_is_slow = pytest.mark.parametrize(
-    "layout", [pytest.param(LAYOUT, id="plain", marks=SLOW), pytest.param(PACKED, id="packed")]
-)
-packed_is_slow = pytest.mark.parametrize(
-    "layout", [pytest.param(LAYOUT, id="plain"), pytest.param(PACKED, id="packed", marks=SLOW)]
-)
+
+
+def both_layouts(*slow: str) -> pytest.MarkDecorator:
+    """Run a test with plain and with packed pictures; what is named runs in ``make slow`` only."""
+    layouts = {"plain": LAYOUT, "packed": PACKED}
+    marks = {name: pytest.mark.slow if name in slow else () for name in layouts}
+    return pytest.mark.parametrize(
+        "layout", [pytest.param(layouts[name], id=name, marks=marks[name]) for name in layouts]
+    )
 
 
 def stream_of(kill):
@@ -82,7 +83,7 @@ def written_by(kill, count):
     return pairs, ends
 
 
-@plain_is_slow
+@both_layouts("plain")
 def test_every_committed_row_is_found_after_a_kill_and_no_other(tmp_path, layout):
     folder = tmp_path / "replay"
     storage = JournalStorage(folder, CAPACITY, layout, spare=SPARE)
@@ -162,7 +163,7 @@ def interrupt():
     raise KeyboardInterrupt
 
 
-@packed_is_slow
+@both_layouts("packed")
 def test_an_interrupt_before_any_line_of_the_commit(tmp_path, layout):
     storage = JournalStorage(tmp_path / "replay", CAPACITY, layout, spare=SPARE)
     stream, written = Stream(3), []
@@ -189,8 +190,7 @@ def test_an_interrupt_before_any_line_of_the_commit(tmp_path, layout):
     assert len(storage) == CAPACITY
 
 
-@pytest.mark.slow
-@both_layouts
+@both_layouts("plain", "packed")
 def test_a_kill_before_any_line_of_the_commit(tmp_path, layout):
     """The ring is full, so the dying call overwrites; its rows are there all or not at all."""
     stream = Stream(7, missing=0.1)
