@@ -32,9 +32,10 @@ KILLS ?= 100
 MINUTES ?= 60
 FAULTS = PYTHONPATH=tests:tests/loops:tests/faults $(PYTHON) tests/faults
 
-faults:  ## KILLS random kills in a SAC run of two ranks, and a fifth as many in a PPO run: minutes
+faults:  ## KILLS random kills in a SAC run of two ranks, a fifth as many in a PPO run, and a training
 	$(FAULTS)/kill_runs.py --algorithm sac --ranks 2 --kills $(KILLS)
 	$(FAULTS)/kill_runs.py --algorithm ppo --ranks 2 --kills $$(( ($(KILLS) + 4) / 5 ))
+	$(FAULTS)/kill_training.py --kills $$(( ($(KILLS) + 7) / 8 ))
 	STORAGE_KILLS=$(KILLS) $(PYTHON) -m pytest tests/faults/test_storage_kill.py -m "slow or not slow" -n 0 -s --timeout=1800
 
 soak:  ## algo=sac for MINUTES with an actor killed every 20 s

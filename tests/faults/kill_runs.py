@@ -17,6 +17,8 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -34,32 +36,38 @@ KINDS = ("actor", "rank", "tree", "save")
 PATIENCE = 300.0
 """Seconds that a run may take until it makes progress."""
 PROGRAM = Path(__file__).with_name("small_run.py")
-TORCHRUN = ("-m", "torch.distributed.run", "--standalone")
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone")
 LEFTOVERS = ("torch_", "pymp-", "sem.", "psm_")
 
 
 class Life:
-    """The run from one start to its end."""
+    """The run from one start to its end.
 
-    def __init__(self, folder: Path, algorithm: str, ranks: int) -> None:
-        self.folder, self.every = folder, LOOPS[algorithm][2]
-        launcher = (*TORCHRUN, f"--nproc-per-node={ranks}") if ranks > 1 else ()
+    Args:
+        folder: of the run; its output goes to a file beside it.
+        words: the command.
+        every: updates between two rows of its metrics.
+    """
+
+    def __init__(self, folder: Path, words: Sequence[object], every: int) -> None:
+        self.folder, self.every = folder, every
+        self.program = str(next(word for word in words if str(word).endswith(".py")))
         self.log = (folder.parent / "output.txt").open("a+")
         self.log.seek(0, os.SEEK_END)
         self.start_of_log = self.log.tell()
-        words = [sys.executable, *launcher, PROGRAM, algorithm, folder, 10**9]
         self.pids: set[int] = set()
         self.mapped: set[Path] = set()
+        self.orphans = 0
         self.process = psutil.Popen(
             [*map(str, words)],
             stdout=self.log,
             stderr=self.log,
             env=os.environ | {"TMPDIR": str(folder.parent / "tmp")},
         )
-        self.before = self.partial()
+        self.before = self.half_written()
         self.wait_for_updates(3)
 
-    def partial(self) -> set[int]:
+    def half_written(self) -> set[int]:
         """Return inodes of the checkpoints that are half written."""
         folders = (self.folder / "checkpoints").glob(".tmp-step-*")
         return {path.stat().st_ino for path in folders}
@@ -75,7 +83,7 @@ class Life:
     def saves_now(self) -> bool:
         """Whether a checkpoint of this life is half written."""
         try:
-            return bool(self.partial() - self.before)
+            return bool(self.half_written() - self.before)
         except FileNotFoundError:  # it was renamed at this moment
             return False
 
@@ -100,7 +108,7 @@ class Life:
 
     def ranks(self) -> list[psutil.Process]:
         """Return the learner ranks."""
-        children = [p for p in self.process.children() if str(PROGRAM) in p.cmdline()]
+        children = [p for p in self.process.children() if self.program in p.cmdline()]
         return children or [self.process]
 
     def kill(self, kind: str) -> bool:
@@ -187,9 +195,12 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="kill-runs-") as root:
         folder, temporary, life = Path(root) / "run", Path(root) / "tmp", None
         temporary.mkdir()
+        launcher = (*TORCHRUN, f"--nproc-per-node={args.ranks}")
+        words = (*launcher[: None if args.ranks > 1 else 1], PROGRAM, args.algorithm, folder, 10**9)
+        start = partial(Life, folder, words, LOOPS[args.algorithm][2])
         for number in range(args.kills):
             if life is None:
-                life = Life(folder, args.algorithm, args.ranks)
+                life = start()
                 found["starts"] += 1
             kind = KINDS[number % len(KINDS)]
             time.sleep(random.uniform(0, 1.0))
@@ -201,7 +212,7 @@ def main() -> int:
             examine(folder, found)
             newest = max((folder / "checkpoints").glob("step-*"), default=None)
             if number + 1 < args.kills:
-                life = Life(folder, args.algorithm, args.ranks)
+                life = start()
                 found["starts"] += 1
                 found["resumes elsewhere"] += not resumed_where_saved(life, newest)
         found["updates in the end"] = life.updates()
