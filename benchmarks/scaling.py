@@ -19,6 +19,8 @@ from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
+from torchrl_vla.metrics import WAIT_ACTORS
+
 GB = 1e9
 
 
@@ -182,8 +184,18 @@ def predict() -> None:
         print(f"  {name}: {speed:,.0f} decisions/s, most of it {part}")
 
 
-def measured(ranks: int, workers: int, minutes: float) -> float:
-    """Return decisions per second of a real PPO run (median over its rounds)."""
+@dataclass(frozen=True)
+class Measured:
+    """A real PPO run, medians over its rounds."""
+
+    rate: float
+    """Decisions per second."""
+    waiting: float
+    """Share of the time in which the learner waited for its actors."""
+
+
+def measured(ranks: int, workers: int, minutes: float) -> Measured:
+    """Train for ``minutes``, 64 simulators in all."""
     with tempfile.TemporaryDirectory() as folder:
         program = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         subprocess.run(
@@ -196,8 +208,23 @@ def measured(ranks: int, workers: int, minutes: float) -> float:
             check=True,
         )  # fmt: skip
         rows = [json.loads(line) for line in (Path(folder) / "run/metrics.jsonl").open()]
-    return median(
-        (b["decisions"] - a["decisions"]) / (b["time"] - a["time"]) for a, b in pairwise(rows[1:])
+    return Measured(
+        median(
+            (b["decisions"] - a["decisions"]) / (b["time"] - a["time"])
+            for a, b in pairwise(rows[1:])
+        ),
+        median(row[WAIT_ACTORS] for row in rows[1:] if WAIT_ACTORS in row),
+    )
+
+
+def calibrated(costs: Costs, one: Measured, shape: Shape) -> Costs:
+    """Return ``costs`` with this machine's times: those of a run of one rank with one actor."""
+    decision, acting = one.waiting / one.rate, costs.act / (costs.simulate + costs.act)
+    return replace(
+        costs,
+        simulate=(1 - acting) * decision,
+        act=acting * decision,
+        train_row=(1 - one.waiting) / one.rate / shape.epochs,
     )
 
 
@@ -207,8 +234,12 @@ def on_few_cores(costs: Costs, ranks: int, cores: int) -> Costs:
 
 
 def check(minutes: float, cores: int) -> None:
-    """Print prediction and measurement for 1, 2 and 4 ranks, and for 1, 2, 4 and 8 actors."""
-    print("ranks  actors each  predicted  measured  measured / predicted", flush=True)
+    """Print prediction and measurement for 1, 2 and 4 ranks, and for 1, 2, 4 and 8 actors.
+
+    What the parts cost is taken from the first run, so the others are what is checked.
+    """
+    print("ranks  actors each  predicted  measured  measured / predicted  waiting", flush=True)
+    costs = TINY
     for ranks, workers in ((1, 1), (1, 2), (1, 4), (1, 8), (2, 1), (2, 2), (4, 1)):
         shape = Shape(
             ranks,
@@ -217,10 +248,15 @@ def check(minutes: float, cores: int) -> None:
             simulators=64,
             minibatch=128 // ranks,
         )
-        wanted = rate(on_few_cores(TINY, ranks, cores), shape)[0]
         found = measured(ranks, workers, minutes)
-        line = f"{ranks:5d}  {workers:11d}  {wanted:9.0f}  {found:8.0f}  {found / wanted:20.2f}"
-        print(line, flush=True)
+        if costs is TINY:
+            costs = calibrated(costs, found, shape)
+        wanted = rate(on_few_cores(costs, ranks, cores), shape)[0]
+        line = f"{ranks:5d}  {workers:11d}  {wanted:9.0f}  {found.rate:8.0f}"
+        print(f"{line}  {found.rate / wanted:20.2f}  {found.waiting:6.0%}", flush=True)
+    print(
+        f"a decision {1e3 * (costs.simulate + costs.act):.2f} ms, a row {1e3 * costs.train_row:.2f}"
+    )
 
 
 def main() -> None:

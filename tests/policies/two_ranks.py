@@ -43,4 +43,5 @@ def assert_equal_to_one_process(
         got = load_file(out / f"{rank}.safetensors")
         assert got.keys() == wanted.keys()
         worst = max((got[k] - v).abs().max().item() for k, v in wanted.items())
+        print(f"rank {rank}: largest difference of a gradient {worst / scale:.1e} of the largest")
         assert worst <= 1e-5 * scale, (worst, scale)
