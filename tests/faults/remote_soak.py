@@ -28,7 +28,6 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 
-import torch
 from remote_network import free_port
 from remote_tap import Row, Tap
 from tensordict import TensorDict
@@ -184,10 +183,10 @@ def rows_in_replay(folder: Path, leaves: dict) -> list[Row]:
     full = [lane["committed"] for lane in storage.cursor()["lanes"]]
     assert max(full) <= most, f"a lane of {most} rows has forgotten some: {full}"
     found: list[Row] = []
-    for part in torch.arange(len(storage)).split(1024):
-        rows = storage[part]
-        columns = (rows[key].flatten().tolist() for key in (schema.EPISODE_ID, schema.DECISION))
-        found += zip(*columns, strict=True)
+    keys = (schema.EPISODE_ID, schema.DECISION)
+    for part in storage.live().split(1024):
+        rows = storage.columns(part, keys)
+        found += zip(*(rows[key].flatten().tolist() for key in keys), strict=True)
     return found
 
 
