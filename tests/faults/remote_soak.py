@@ -66,6 +66,13 @@ class Actor:
     tap: Tap
     output: Path
     dark_until: float = 0.0
+    asked: bool = False
+
+    def ask_to_leave(self) -> None:
+        """Ask once: a second signal ends a process at once."""
+        if not self.asked:
+            self.process.terminate()
+        self.asked = True
 
     @property
     def alive(self) -> bool:
@@ -137,7 +144,7 @@ class Soak:
         if kind == "killed":
             victim.process.kill()
         elif kind == "asked to leave":
-            victim.process.terminate()
+            victim.ask_to_leave()
         elif kind == "connection reset":
             victim.tap.cut()
         else:
@@ -154,7 +161,7 @@ class Soak:
         self.plug_in(all_of_them=True)
         wrong = []
         for actor in self.living:
-            actor.process.terminate()
+            actor.ask_to_leave()
         for actor in self.actors:
             actor.process.wait(300)
             said = actor.output.read_text()
