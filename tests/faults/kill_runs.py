@@ -88,13 +88,13 @@ class Life:
             return False
 
     def wait_for_updates(self, rows: int) -> None:
-        """Wait until ``rows`` more rows of metrics are there.
+        """Wait until ``rows`` more rows of metrics are there, or the run is over.
 
         Raises:
-            RuntimeError: the run ended, or it makes no progress.
+            RuntimeError: the run ended with an error, or it makes no progress.
         """
         goal, deadline = self.updates() + rows * self.every, time.monotonic() + PATIENCE
-        while self.updates() < goal:
+        while self.updates() < goal and self.process.poll() != 0:
             if self.process.poll() is not None or time.monotonic() > deadline:
                 if self.process.is_running():
                     self.kill("tree")

@@ -37,7 +37,7 @@ def train(folder: Path, args: argparse.Namespace) -> Counter:
     life = Life(folder, words, args.every)
     for number in range(args.kills):
         time.sleep(random.uniform(0, 2 * args.seconds))
-        if life.process.poll() is not None:
+        if life.process.poll() is not None:  # it is over: no more to kill
             break
         kind = KINDS[number % len(KINDS)]
         found[f"kills: {kind}"] += 1
