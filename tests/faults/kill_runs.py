@@ -94,8 +94,8 @@ class Life:
             RuntimeError: the run ended with an error, or it makes no progress.
         """
         goal, deadline = self.updates() + rows * self.every, time.monotonic() + PATIENCE
-        while self.updates() < goal and self.process.poll() != 0:
-            if self.process.poll() is not None or time.monotonic() > deadline:
+        while self.updates() < goal and (code := self.process.poll()) != 0:
+            if code is not None or time.monotonic() > deadline:
                 if self.process.is_running():
                     self.kill("tree")
                 raise RuntimeError(f"no progress beyond update {self.updates()}:\n{self.said()}")
